@@ -1,0 +1,1 @@
+"""The archive of configurations: one JSON entry per run."""

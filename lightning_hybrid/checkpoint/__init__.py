@@ -1,0 +1,1 @@
+"""Checkpoints: save, load and convert, keyed by parameter name and independent of degrees."""

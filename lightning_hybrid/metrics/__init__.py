@@ -1,0 +1,1 @@
+"""Pure metrics: numbers in, dict out. No torch, no process group."""

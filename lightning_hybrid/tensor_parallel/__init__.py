@@ -1,0 +1,1 @@
+"""Tensor parallelism: where a plan comes from, and how it is applied."""
