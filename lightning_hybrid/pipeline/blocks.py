@@ -1,0 +1,78 @@
+"""Which modules are the blocks between which a step may be cut. Pure: reads the module tree only."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_hybrid.errors import ConfigurationError
+
+__all__ = ["find_block_lists", "list_blocks"]
+
+#: A further list of blocks joins the chain if it holds at least this share of the parameters (encoder and decoder).
+MIN_SHARE = 0.1
+
+
+def list_blocks(module: nn.Module, names: str | list[str] | None = None) -> list[str]:
+    """Return the FQNs of all blocks, list by list.
+
+    Args:
+        module: The module to cut.
+        names: FQN(s) of the block list(s), such as ``"model.layers"``; found by itself if ``None``.
+
+    Raises:
+        ConfigurationError: if a name is not a list of modules in ``module``, or no list of blocks is found.
+    """
+    chosen = [names] if isinstance(names, str) else names
+    if chosen is None:
+        chosen = find_block_lists(module)
+        if not chosen:
+            raise ConfigurationError(
+                f"No list of blocks was found in {type(module).__name__} (a ModuleList, ModuleDict or Sequential with at"
+                ' least two entries that hold parameters). Name it with blocks="path.to.list", or use'
+                " pipeline_parallel_size=1."
+            )
+    blocks: list[str] = []
+    for name in chosen:
+        try:
+            container = module.get_submodule(name)
+        except AttributeError:
+            known = ", ".join(find_block_lists(module)) or "none"
+            raise ConfigurationError(
+                f"blocks={name!r} is not a module of {type(module).__name__}; found lists of blocks: {known}."
+            ) from None
+        children = [child for child, _ in container.named_children()]
+        if not children:
+            raise ConfigurationError(f"blocks={name!r} is a {type(container).__name__} without entries.")
+        blocks += [f"{name}.{child}" if name else child for child in children]
+    return blocks
+
+
+def find_block_lists(module: nn.Module) -> list[str]:
+    """Return the FQNs of the lists of blocks, in registration order.
+
+    A list is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with at least two entries that hold parameters. Of
+    lists that contain each other, the one that can be cut most finely wins: the largest number of parameters outside
+    of its largest entry.
+    """
+    sizes = {}
+    for name, candidate in module.named_modules():
+        if isinstance(candidate, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            counts = [num_parameters(child) for child in candidate.children()]
+            if sum(count > 0 for count in counts) >= 2:
+                sizes[name] = (sum(counts) - max(counts), sum(counts))
+    total = num_parameters(module)
+    chosen: list[str] = []
+    for name in sorted(sizes, key=lambda n: sizes[n][0], reverse=True):
+        apart = not any(_contains(name, other) or _contains(other, name) for other in chosen)
+        if apart and (not chosen or sizes[name][1] >= MIN_SHARE * total):
+            chosen.append(name)
+    return [name for name in sizes if name in chosen]
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Number of elements of all parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _contains(outer: str, inner: str) -> bool:
+    return outer == "" or inner == outer or inner.startswith(outer + ".")
