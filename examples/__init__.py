@@ -1,0 +1,1 @@
+"""Examples. Run them from the repository's root: ``python -m examples.gpt.train``."""

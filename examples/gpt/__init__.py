@@ -1,0 +1,1 @@
+"""A byte-level GPT: ``model`` (plain PyTorch), ``module`` and ``data`` (ordinary Lightning), ``train`` (the demo)."""
