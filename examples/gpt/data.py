@@ -31,7 +31,8 @@ def split_text(text: bytes, held_out_share: float = HELD_OUT_SHARE) -> tuple[byt
 class ByteWindows(Dataset[Tensor]):
     """Windows of ``context_length + 1`` bytes, each starting ``context_length`` after the one before.
 
-    An item is an int64 tensor of shape ``(context_length + 1,)``: inputs are all but the last, targets all but the first.
+    An item is an int64 tensor of shape ``(context_length + 1,)``: the inputs are all but its last byte, the targets all
+    but its first.
     """
 
     def __init__(self, text: bytes, context_length: int) -> None:
@@ -52,7 +53,8 @@ class PythonTopics(L.LightningDataModule):
     """The example's data: shuffled training windows, and held-out windows in order.
 
     Args:
-        batch_size: windows per batch *on one data rank*, as everywhere in Lightning.
+        batch_size: windows per optimizer step, over all data ranks together; so the training is the same on one device
+            and on many.
         context_length: bytes per window.
         num_held_out: how many held-out windows validation looks at (spread evenly over the held-out text).
     """
@@ -71,7 +73,16 @@ class PythonTopics(L.LightningDataModule):
         self.held_out_windows = Subset(windows, range(0, len(windows), stride)[: self.num_held_out])
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self.train_windows, batch_size=self.batch_size, shuffle=True, drop_last=True)
+        return DataLoader(self.train_windows, batch_size=self.batch_size_per_data_rank, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self.held_out_windows, batch_size=self.batch_size)
+        return DataLoader(self.held_out_windows, batch_size=self.batch_size_per_data_rank)
+
+    @property
+    def batch_size_per_data_rank(self) -> int:
+        """What a DataLoader takes: Lightning gives each data rank its own batches."""
+        sampler = self.trainer.distributed_sampler_kwargs if self.trainer else None
+        num_data_ranks: int = sampler["num_replicas"] if sampler else 1
+        if self.batch_size % num_data_ranks:
+            raise ValueError(f"batch_size={self.batch_size} cannot be divided among {num_data_ranks} data ranks")
+        return self.batch_size // num_data_ranks

@@ -1,8 +1,8 @@
 """A small byte-level GPT in plain PyTorch.
 
 Nothing here knows of parallelism. Two habits of the code matter for it all the same, and are good habits anyway:
-the blocks form an ``nn.ModuleList`` (so there are places to cut a pipeline at), and attention asks its tensors for the
-number of heads instead of computing it from the model's width (so it also runs on a rank that holds a few of the heads).
+the blocks form an ``nn.ModuleList`` (so there are places to cut a pipeline at), and attention asks its tensors for
+the number of heads instead of computing it from the model's width (so it also runs on a rank that holds only some).
 """
 
 from __future__ import annotations
