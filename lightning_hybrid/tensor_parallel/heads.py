@@ -1,0 +1,70 @@
+"""Attention heads cannot be cut: does the degree divide them? Pure.
+
+A split linear's features divide more often than its heads do (width 18 over 2 ranks is 9 and 9, but 3 heads are not
+1.5 and 1.5), and then every shape fits and every value is wrong, or a view fails deep inside of the model's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_hybrid.errors import ConfigurationError
+
+__all__ = ["check_heads"]
+
+_NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "heads")
+_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_query_groups")
+_HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "d_head", "dim_head", "dim_per_head")
+
+
+def check_heads(module: nn.Module, styles: Mapping[str, str], tensor_parallel_size: int) -> None:
+    """Refuse a plan that would cut through a head.
+
+    ``styles`` maps FQNs of modules to style names. Looked at are the ``colwise`` linears of each module that speaks of
+    heads: by a count of heads or a head size among its attributes (the usual names), or in its Hugging Face ``config``.
+
+    Raises:
+        ConfigurationError: with the module, the number of heads, and the degrees that would do.
+    """
+    owners: dict[str, list[nn.Linear]] = {}
+    for name, style in styles.items():
+        child = module.get_submodule(name)
+        if style == "colwise" and isinstance(child, nn.Linear):
+            owners.setdefault(name.rpartition(".")[0], []).append(child)
+    for name, linears in owners.items():
+        for word, count in _head_counts(module.get_submodule(name), linears):
+            if count % tensor_parallel_size:
+                fits = ", ".join(str(n) for n in range(1, tensor_parallel_size + 1) if count % n == 0)
+                raise ConfigurationError(
+                    f"tensor_parallel_size={tensor_parallel_size} does not divide {word}={count} of {name!r}: a head"
+                    f' cannot be cut. Use tensor_parallel_size={fits}, or keep this attention "whole" in tp_plan.'
+                )
+
+
+def _head_counts(owner: nn.Module, linears: list[nn.Linear]) -> Iterator[tuple[str, int]]:
+    """Every count of heads that must divide, with what it is called."""
+    own = _first(owner, (*_NUM_HEADS, *_NUM_KV_HEADS, *_HEAD_DIM))
+    if own is None:
+        return  # an MLP, or an attention that says nothing of heads
+    sources = [owner, getattr(owner, "config", None)]
+    heads = next((found for source in sources if (found := _first(source, _NUM_HEADS))), None)
+    kv_heads = next((found for source in sources if (found := _first(source, _NUM_KV_HEADS))), None)
+    head_dim = _first(owner, _HEAD_DIM)
+    if heads:
+        yield heads
+    if kv_heads and (not heads or not head_dim or any(x.out_features != heads[1] * head_dim[1] for x in linears)):
+        yield kv_heads
+    if head_dim:
+        word, size = head_dim
+        yield from ((f"out_features/{word}", x.out_features // size) for x in linears if x.out_features % size == 0)
+
+
+def _first(source: Any, names: tuple[str, ...]) -> tuple[str, int] | None:
+    for name in names:
+        value = getattr(source, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return name, value
+    return None

@@ -1,0 +1,184 @@
+"""The styles: how a split module's parameters are placed, and what its forward does around the module's own.
+
+Parameters are DTensors on the tensor axis (so ``fully_shard``, optimizers and checkpoints know what they are); the
+arithmetic runs on local tensors with explicit exchanges (:mod:`collectives`), which is as fast as hand-written code
+and leaves plain tensors before and after each module. A split module keeps its own ``forward``: it sees its local
+weights, so subclasses of ``nn.Linear`` and ``nn.Embedding`` work too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import pad
+
+from lightning_hybrid.tensor_parallel.collectives import (
+    enter_split,
+    gather_features,
+    leave_partial,
+    share_bounds,
+    split_features,
+)
+
+__all__ = ["SplitStyle", "placement_of", "split_module", "transformers_styles"]
+
+Forward = Callable[..., Any]
+
+
+def placement_of(style: str, parameter_name: str, num_dims: int) -> Shard | None:
+    """Return along which dimension a style splits a parameter; None where every rank keeps all of it.
+
+    A bare parameter (expert weights ``[experts, out, in]``, attention sinks ``[heads]``) is split like a weight.
+    """
+    if style == "embedding_rowwise":
+        return Shard(0)
+    if style == "embedding_colwise":
+        return Shard(1)
+    if style.startswith("colwise"):
+        return Shard(max(num_dims - 2, 0))
+    if style.startswith("rowwise") and parameter_name != "bias":  # the bias is added once, to the summed output
+        return Shard(num_dims - 1)
+    return None
+
+
+def transformers_styles() -> Mapping[str, Any]:
+    """Return transformers' own styles by name (mixtures of experts, ...); empty without a recent transformers."""
+    try:
+        styles: Mapping[str, Any] = import_module("transformers.distributed.tensor_parallel").ALL_PARALLEL_STYLES
+    except ImportError:
+        return {}
+    return styles
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitStyle:
+    """One split module's style on its mesh; :meth:`run` is its forward."""
+
+    style: str
+    mesh: DeviceMesh
+    """The 1-D tensor axis."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share the module."""
+        return self.mesh.get_group()
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module's own ``forward`` on this rank's share."""
+        method = _RUN[self.style]
+        return method(self, module, forward, *args, **kwargs)
+
+    def colwise(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
+        """Whole input, split output."""
+        with _local_parameters(module):
+            out: Tensor = forward(enter_split(x, self.group))
+        return out
+
+    def colwise_gather_output(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
+        """Whole input, output joined to the layer's full width."""
+        width: int = module.out_features  # type: ignore[assignment]
+        return gather_features(self.colwise(module, forward, x), width, self.group)
+
+    def rowwise(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
+        """Split input, whole output: partial products summed, then the bias."""
+        with _local_parameters(module, without_bias=True) as bias:
+            out = leave_partial(forward(x), self.group)
+        # Under autocast the product is bf16 and the bias fp32, and one process returns bf16.
+        return out if bias is None else out + bias.to(out.dtype)
+
+    def rowwise_split_input(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
+        """Whole input, of which this rank takes its share; whole output."""
+        return self.rowwise(module, forward, split_features(x, self.group))
+
+    def embedding_rowwise(self, module: nn.Embedding, forward: Forward, ids: Tensor) -> Tensor:
+        """Each rank looks up the ids of its part of the vocabulary; the others contribute zero."""
+        start, end = share_bounds(module.num_embeddings, self.mesh.size(), self.mesh.get_local_rank())
+        elsewhere = (ids < start) | (ids >= end)
+        local_ids = (ids - start).masked_fill(elsewhere, 0)
+        padding = module.padding_idx
+        module.padding_idx = padding - start if padding is not None and start <= padding < end else None
+        try:
+            with _local_parameters(module):
+                if start == end:  # fewer ids than ranks: nothing here, but a lookup wants one row
+                    module._parameters["weight"] = pad(module.weight, (0, 0, 0, 1))  # type: ignore[assignment]
+                out: Tensor = forward(local_ids)
+        finally:
+            module.padding_idx = padding
+        return leave_partial(out.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
+
+    def embedding_colwise(self, module: nn.Embedding, forward: Forward, ids: Tensor) -> Tensor:
+        """Each rank looks up its share of the features of every id."""
+        with _local_parameters(module):
+            return gather_features(forward(ids), module.embedding_dim, self.group)
+
+    def replicated_with_grad_allreduce(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Whole parameters applied to split features (a norm over each head): their gradients are summed over ranks.
+
+        At each use, not on ``.grad``: what accumulated from earlier micro-batches must not be summed again.
+        """
+        entered = {k: enter_split(p, self.group) for k, p in module._parameters.items() if p is not None}
+        with _substituted(module, entered):
+            return forward(*args, **kwargs)
+
+
+_RUN: Mapping[str, Callable[..., Any]] = {
+    name: getattr(SplitStyle, name)
+    for name in (
+        "colwise",
+        "colwise_gather_output",
+        "rowwise",
+        "rowwise_split_input",
+        "embedding_rowwise",
+        "embedding_colwise",
+        "replicated_with_grad_allreduce",
+    )
+}
+
+
+@contextmanager
+def _substituted(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Let the module's forward see other tensors in place of its parameters."""
+    originals = {name: module._parameters[name] for name in tensors}
+    module._parameters.update(tensors)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(originals)
+
+
+@contextmanager
+def _local_parameters(module: nn.Module, *, without_bias: bool = False) -> Iterator[Tensor | None]:
+    """Let the module's forward see this rank's shares; optionally without its bias, which is handed out."""
+    bias = module._parameters.get("bias") if without_bias else None
+    parameters: dict[str, Any] = dict(
+        module._parameters
+    )  # nn.Parameters that are DTensors too: more than types can say
+    local: dict[str, Tensor | None] = {k: p.to_local() for k, p in parameters.items() if isinstance(p, DTensor)}
+    if bias is not None:
+        local["bias"] = None
+    with _substituted(module, local):
+        yield bias
+
+
+class _Split(nn.Module):
+    """Mixed into a split module's class, as ``fully_shard`` does: names and ``isinstance`` stay, the repr tells."""
+
+    _tensor_parallel: SplitStyle
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tensor_parallel.run(self, super().forward, args, kwargs)
+
+
+def split_module(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
+    """Make ``module`` run split, in place. Its parameters must already hold this rank's shares."""
+    cls = type(module)
+    module.__class__ = type(f"TensorParallel{cls.__name__}", (_Split, cls), {"__module__": cls.__module__})
+    module._tensor_parallel = SplitStyle(style=style, mesh=mesh)  # type: ignore[assignment]
