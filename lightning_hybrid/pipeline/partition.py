@@ -36,15 +36,16 @@ def partition_blocks(costs: Sequence[float], num_stages: int, *, before: float =
     def cost(first: int, last: int) -> float:
         return sums[last] - sums[first] + before * (first == 0) + after * (last == num_blocks)
 
-    # best[s][n]: smallest possible maximum when the first n blocks form s stages; the last cut is remembered
-    best = [cost(0, n) for n in range(num_blocks + 1)]
+    # best[n]: smallest (maximum, sum of squares) when the first n blocks form the stages so far; cuts remember where.
+    # The squares choose among equal maxima the evenest cut (3, 2, 2 rather than 3, 3, 1).
+    best = [(cost(0, n), cost(0, n) ** 2) for n in range(num_blocks + 1)]
     cuts: list[list[int]] = []
     for stage in range(2, num_stages + 1):
-        row, cut = [float("inf")] * (num_blocks + 1), [0] * (num_blocks + 1)
+        row, cut = [(float("inf"), float("inf"))] * (num_blocks + 1), [0] * (num_blocks + 1)
         for n in range(stage, num_blocks + 1):
-            # of equal maxima take the later cut, so that earlier stages (which hold more activations) are not starved
-            row[n], cut[n] = min((max(best[k], cost(k, n)), -k) for k in range(stage - 1, n))
-            cut[n] = -cut[n]
+            options = ((max(best[k][0], cost(k, n)), best[k][1] + cost(k, n) ** 2, k) for k in range(stage - 1, n))
+            *row_n, cut[n] = min(options)
+            row[n] = (row_n[0], row_n[1])
         best = row
         cuts.append(cut)
     ends = [num_blocks]

@@ -1,0 +1,122 @@
+"""Holes: what stands for a module that a stage does not run. Right output shape and dtype, no weights, no work."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
+
+__all__ = ["Hole", "placeholder"]
+
+
+def placeholder(parameter: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return zeros of the shape and dtype of ``parameter`` that take one element of memory."""
+    device = device or (torch.device("cpu") if parameter.is_meta else parameter.device)
+    return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """How to make a hole's output from its arguments."""
+
+    leaves: tuple[tuple[str, Any], ...]
+    """``("argument", position)`` hands an argument on, ``("zeros", (shape, dtype, device))``, ``("value", object)``."""
+    spec: TreeSpec
+    flops: int
+
+    def build(self, arguments: list[Any]) -> Any:
+        return tree_unflatten([_make(how, what, arguments) for how, what in self.leaves], self.spec)
+
+
+def _make(how: str, what: Any, arguments: list[Any]) -> Any:
+    if how == "argument":
+        # a new object each time: later code tells values apart by identity
+        return arguments[what].detach() if isinstance(arguments[what], Tensor) else arguments[what]
+    if how == "zeros":
+        shape, dtype, device = what
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return what
+
+
+class Hole:
+    """Stands for one module. Outputs are remembered by what the arguments look like, for all modules of one kind.
+
+    The shapes come from one run of a weightless copy of the module on fake tensors (no memory, no arithmetic). A
+    module that branches on values cannot run so, and runs once on zeros instead.
+    """
+
+    def __init__(self, module: nn.Module, keep: dict[int, Any], memory: dict[Any, _Template]) -> None:
+        """``keep`` maps ids of objects that must not be copied to themselves; ``memory`` is shared between holes."""
+        replaced: dict[int, Any] = dict(keep)
+        for parameter in module.parameters():
+            replaced[id(parameter)] = nn.Parameter(placeholder(parameter), requires_grad=False)
+        self._twin = copy.deepcopy(module, replaced)
+        self._kind = (type(module), tuple((name, p.shape) for name, p in module.named_parameters()))
+        self._memory = memory
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return an output like the module's, without its values."""
+        leaves, _ = tree_flatten((args, kwargs))
+        return self._template(args, kwargs, leaves).build(leaves)
+
+    def flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return the floating point operations of one forward on such arguments (0 where it cannot be counted)."""
+        return self._template(args, kwargs, tree_flatten((args, kwargs))[0]).flops
+
+    def to(self, device: torch.device) -> None:
+        """Move the weightless copy to a device."""
+        for module in self._twin.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(placeholder(parameter, device), requires_grad=False)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+        self._memory.clear()
+
+    def _template(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> _Template:
+        autocast = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+        signature = (self._kind, self._twin.training, autocast, len(args), *kwargs, *map(_look, leaves))
+        if signature not in self._memory:
+            self._memory[signature] = self._learn(args, kwargs, leaves)
+        return self._memory[signature]
+
+    def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> _Template:
+        counter = FlopCounterMode(display=False)
+        try:
+            with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, counter:
+                fake: Callable[[Tensor], Tensor] = mode.from_tensor
+                fake_args, fake_kwargs = tree_map_only(Tensor, fake, (args, kwargs))
+                output = self._twin(*fake_args, **fake_kwargs)
+        except Exception:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                zeros = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
+                output = self._twin(*zeros[0], **zeros[1])
+        flat, spec = tree_flatten(output)
+        looks = [_look(leaf) for leaf in leaves]
+        return _Template(tuple(_how(leaf, leaves, looks) for leaf in flat), spec, counter.get_total_flops())
+
+
+def _how(leaf: Any, arguments: list[Any], looks: list[Any]) -> tuple[str, Any]:
+    if isinstance(leaf, Tensor):
+        device = torch.device(leaf.device)
+        if leaf.is_floating_point() and (look := _look(leaf)) in looks:
+            return "argument", looks.index(look)
+        return "zeros", (leaf.shape, leaf.dtype, device)
+    for position, argument in enumerate(arguments):
+        if leaf is argument:
+            return "argument", position
+    return "value", leaf
+
+
+def _look(leaf: Any) -> Any:
+    """What a hole's output may depend on: a tensor's shape, dtype and device; a plain value itself; else the type."""
+    if isinstance(leaf, Tensor):
+        return (leaf.shape, leaf.dtype, leaf.device.type)
+    return leaf if isinstance(leaf, (int, float, str, bytes, type(None))) else type(leaf)

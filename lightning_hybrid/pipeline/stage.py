@@ -1,0 +1,229 @@
+"""Where a stage is cut: every rank runs the user's own step, and this module decides what is real in it.
+
+[Note: how a step is cut]
+Every call of a block, and of a module with parameters outside of the blocks, goes through :meth:`Cut._call`. While a
+stage that owns blocks ``first..last-1`` runs the step,
+
+* whatever comes before block ``first`` is a hole (:mod:`~lightning_hybrid.pipeline.holes`);
+* at the call of block ``first`` the differentiable arguments are replaced by what the previous stage sent;
+* from there on everything is real;
+* at the call of block ``last`` its differentiable arguments are captured and the step is left by an exception.
+
+The last stage runs on into the head, the loss and the user's logging. Parameter names never change. Instances get a
+subclass with a ``__call__`` of its own (as ``fully_shard`` gives them one), because a forward pre-hook would come too
+late for modules that override ``__call__``, as activation checkpointing does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from lightning_hybrid.errors import PipelineError
+from lightning_hybrid.pipeline.holes import Hole, placeholder
+from lightning_hybrid.pipeline.probe import Probe, StepFacts
+
+__all__ = ["Cut", "StageRun"]
+
+
+class _StageDone(BaseException):
+    """Leaves the step with the tensors for the next stage. A ``BaseException``: user code must not swallow it."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__("a pipeline stage ended here; this must not be caught")
+        self.tensors = tensors
+
+
+@dataclass(kw_only=True)
+class StageRun:
+    """One stage's way through the step on one micro-batch."""
+
+    first: int
+    """Index of the first own block."""
+    last: int
+    """Index after the last own block."""
+    facts: StepFacts
+    receive: Callable[[list[Tensor]], list[Tensor]]
+    """Given local stand-ins of the first block's differentiable arguments (right shapes), returns the real ones."""
+    entered: bool = False
+    received: list[Tensor] = field(default_factory=list)
+    _substitutes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.entered = self.first == 0
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace the first block's differentiable arguments by what was received."""
+        leaves, spec = tree_flatten((args, kwargs))
+        positions = self.facts.arguments[self.first]
+        if not self.entered:
+            self.received = self.receive([leaves[i] for i in positions])
+            self._substitutes = {
+                id(leaves[i]): (leaves[i], real) for i, real in zip(positions, self.received, strict=True)
+            }
+            self.entered = True
+        for i, real in zip(positions, self.received, strict=True):  # also when the call is recomputed in the backward
+            leaves[i] = real
+        args, kwargs = tree_unflatten(leaves, spec)
+        return args, kwargs
+
+    def substitute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace values that the user's variables still hold from before the first own block."""
+        if not self._substitutes:
+            return args, kwargs
+        known = self._substitutes
+        replaced: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+            Tensor, lambda t: known[id(t)][1] if id(t) in known else t, (args, kwargs)
+        )
+        return replaced
+
+    def leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Return the differentiable arguments of the next stage's first block."""
+        leaves, _ = tree_flatten(self.substitute(args, kwargs))
+        return [leaves[i] for i in self.facts.arguments[self.last]]
+
+
+class Cut:
+    """The step of one module, made ready to be cut at any of its blocks."""
+
+    def __init__(self, module: nn.Module, blocks: Sequence[str]) -> None:
+        """Intercept the blocks and what lies beside them. ``blocks`` are FQNs within ``module``, in any order."""
+        self.module = module
+        self.parameter_names = {id(p): name for name, p in module.named_parameters()}
+        self._blocks = {name: module.get_submodule(name) for name in blocks}
+        self._names: dict[nn.Module, str] = {}
+        self._indices: dict[nn.Module, int] = {}
+        self._holes: dict[nn.Module, Hole] = {}
+        self._held: set[int] = set()
+        self._probe: Probe | None = None
+        self._run: StageRun | None = None
+        memory: dict[Any, Any] = {}
+        intercepted = {**self._outside(), **self._blocks}
+        for name, part in intercepted.items():
+            self._names[part] = name
+            self._holes[part] = Hole(part, {id(module): module}, memory)
+        for part in intercepted.values():
+            _intercept(part, self._call)
+
+    def _outside(self) -> dict[str, nn.Module]:
+        """Modules with parameters that neither are, nor lie in, nor contain a block."""
+        inside = {part for block in self._blocks.values() for part in block.modules()}
+        found = {}
+        for name, part in self.module.named_modules():
+            contains_block = any(child in inside for child in part.modules())
+            if not contains_block and any(True for _ in part.parameters()):
+                found[name] = part
+        return found
+
+    @contextmanager
+    def _probing(self) -> Iterator[Probe]:
+        """All parameters require grad, so that the direct use of a frozen one is seen as well."""
+        frozen = [p for p in self.module.parameters() if not p.requires_grad and p.is_floating_point()]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        self._probe = Probe(parameter_names=self.parameter_names)
+        try:
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                yield self._probe
+        finally:
+            self._probe = None
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+    def probe(self, step: Callable[[], Any]) -> StepFacts:
+        """Run the step once with holes only and return what was learnt.
+
+        Raises:
+            PipelineError: if the step cannot be cut; the message names the module and the remedy.
+        """
+        with self._probing() as probe:
+            facts = probe.finish(step())
+        if not self._indices:
+            self._indices = {self._blocks[name]: index for index, name in enumerate(facts.blocks)}
+        expected = tuple(self._names[block] for block in self._indices)
+        if not facts.blocks or facts.blocks != expected:
+            raise PipelineError(
+                f"This step calls the blocks {list(facts.blocks) or 'not at all'}, but the pipeline is cut along"
+                f" {list(expected) or 'none'}. Every step must call the same blocks in the same order once,"
+                " or use pipeline_parallel_size=1."
+            )
+        return facts
+
+    def hold(self, names: set[str]) -> None:
+        """Keep only the parameters with these names; the others become placeholders that take no memory."""
+        kept = {id(p) for p in self.module.parameters() if self.parameter_names[id(p)] in names}
+        for part in self.module.modules():
+            for name, parameter in list(part._parameters.items()):
+                if parameter is not None and id(parameter) not in kept:
+                    del part._parameters[name]
+                    part.__dict__[name] = placeholder(parameter)
+
+    def to(self, device: torch.device) -> None:
+        """Move what stands for released weights to a device."""
+        for hole in self._holes.values():
+            hole.to(device)
+        for part in self.module.modules():
+            for name, value in part.__dict__.items():
+                if isinstance(value, Tensor) and 0 in value.stride() and value.device != device:
+                    part.__dict__[name] = placeholder(value, device)
+
+    def run(self, run: StageRun, step: Callable[[], Any]) -> Any:
+        """Run one stage. Returns the tensors for the next stage, or the step's own output on the last stage."""
+        with self.resume(run):
+            try:
+                return step()
+            except _StageDone as done:
+                return done.tensors
+
+    @contextmanager
+    def resume(self, run: StageRun) -> Iterator[None]:
+        """While active, calls belong to ``run`` (its backward may call blocks again to recompute activations)."""
+        self._run = run
+        try:
+            yield
+        finally:
+            self._run = None
+
+    def _call(self, part: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        index = self._indices.get(part)
+        if self._probe is not None:
+            name, hole = self._names[part], self._holes[part]
+            if name in self._blocks:
+                return self._probe.block(name, hole, args, kwargs)
+            return self._probe.outside(name, part, hole, args, kwargs)
+        run = self._run
+        if run is None:
+            raise PipelineError(
+                f"{self._names[part]} was called outside of a training, validation, test or predict step, where its"
+                " pipeline stage cannot be reached. Call the model inside of a step, or use pipeline_parallel_size=1."
+            )
+        if index == run.first and run.first > 0:
+            args, kwargs = run.enter(args, kwargs)
+        elif not run.entered:
+            return self._holes[part](args, kwargs)
+        elif index == run.last:
+            raise _StageDone(run.leave(args, kwargs))
+        else:
+            args, kwargs = run.substitute(args, kwargs)
+        return call(*args, **kwargs)
+
+
+def _intercept(
+    module: nn.Module, handler: Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+) -> None:
+    """Give one instance a class whose calls go through ``handler``."""
+    base: Any = type(module)
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return handler(self, functools.partial(base.__call__, self), args, kwargs)
+
+    # the class looks like its base from outside: wrappers and messages use its name
+    namespace = {"__call__": __call__, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    module.__class__ = type(base.__name__, (base,), namespace)

@@ -1,0 +1,196 @@
+"""Runs one rank's row of a schedule: which action, on what, in which order; sends and receives beside it.
+
+torch's own runtime is not used, for four measured reasons (docs/design.md): it fixes shapes at the first step, it
+weighs all micro-batches alike, it gives no times of its actions, and its errors do not say where they happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.clock import Clock
+from lightning_hybrid.pipeline.channels import Channels
+from lightning_hybrid.pipeline.loss import MicrobatchLoss
+from lightning_hybrid.pipeline.probe import StepFacts
+from lightning_hybrid.pipeline.schedule import Action, Kind, ScheduleSpec
+from lightning_hybrid.pipeline.stage import Cut, StageRun
+
+__all__ = ["PipelineRank", "StepInputs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """What a schedule works on."""
+
+    num_microbatches: int
+    facts: StepFacts
+    step: Callable[[int], Any]
+    """Runs the user's step on one micro-batch, given its index."""
+    read_loss: Callable[[int, Any], MicrobatchLoss] | None = None
+    """Finds the loss in the output of one micro-batch; ``None`` in evaluation."""
+    on_outputs: Callable[[list[Any], list[MicrobatchLoss]], None] = lambda outputs, losses: None
+    """Called on the last stage as soon as all micro-batches have gone through."""
+
+
+@dataclass(kw_only=True)
+class _Flight:
+    """One micro-batch on its way through one stage."""
+
+    run: StageRun
+    outputs: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    arrivals: list[Any] = field(default_factory=list)
+    loss: MicrobatchLoss | None = None
+
+
+class PipelineRank:
+    """This rank's part of the pipeline."""
+
+    def __init__(
+        self,
+        *,
+        cut: Cut,
+        spec: ScheduleSpec,
+        rank: int,
+        num_ranks: int,
+        stages: dict[int, range],
+        num_stages: int,
+        channels: Channels,
+        clock: Clock,
+        inside: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        """``stages`` maps this rank's stages to their blocks; ``inside`` runs a function in the root's forward."""
+        self.cut, self.spec, self.rank, self.num_ranks = cut, spec, rank, num_ranks
+        self.stages, self.num_stages = stages, num_stages
+        self.channels, self.clock, self._inside = channels, clock, inside
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._local: dict[tuple[str, int, int], list[Tensor]] = {}
+        self._outputs: list[Any] = []
+        self._losses: list[MicrobatchLoss] = []
+        self.reference = 1.0
+        self.now: Action | None = None
+
+    def run(self, actions: Sequence[Action], inputs: StepInputs) -> None:
+        """Run the actions in order.
+
+        Every micro-batch's backward is seeded with its weight over :attr:`reference`; the caller divides all gradients
+        by the sum of the weights over ``reference`` afterwards. On an error the action is noted on the exception.
+        """
+        self._flights.clear()
+        self._local.clear()
+        self._outputs, self._losses, self.reference = [], [], 1.0
+        try:
+            for action in actions:
+                self.now = action
+                if action.kind is Kind.FORWARD:
+                    self._forward(action, inputs)
+                else:
+                    self._backward(action)
+        except Exception as error:
+            error.add_note(f"while pipeline rank {self.rank} ran action {self.now} (stage, kind, micro-batch)")
+            raise
+        self._flights.clear()
+
+    def flush(self) -> None:
+        """Wait for the sends of the last step."""
+        with self.clock.mark("SEND"):
+            self.channels.flush()
+
+    def _forward(self, action: Action, inputs: StepInputs) -> None:
+        _, stage, microbatch = action
+        blocks = self.stages[stage]
+        marks = self.clock.spans(stage, microbatch)
+        run = StageRun(
+            first=blocks.start,
+            last=blocks.stop,
+            facts=inputs.facts,
+            receive=lambda local: self._receive(stage, microbatch, local, marks),
+        )
+        marks.begin("F" if stage == 0 else "PROLOGUE")
+        result = self._inside(lambda: self.cut.run(run, lambda: inputs.step(microbatch)))
+        flight = self._flights[stage, microbatch] = _Flight(run=run)
+        if stage == self.num_stages - 1:
+            self._finish(flight, microbatch, result, inputs)
+        else:
+            flight.outputs = list(result)
+            self._hand_over("F", flight.outputs, stage + 1, microbatch)
+            if inputs.read_loss is not None:
+                self._expect_gradients(flight, stage, microbatch)
+        marks.end()
+        if inputs.read_loss is None:
+            del self._flights[stage, microbatch]
+
+    def _finish(self, flight: _Flight, microbatch: int, output: Any, inputs: StepInputs) -> None:
+        self._outputs.append(output)
+        if inputs.read_loss is not None:
+            flight.loss = inputs.read_loss(microbatch, output)
+            self._losses.append(flight.loss)
+            if len(self._losses) == 1:
+                self.reference = flight.loss.weight * inputs.num_microbatches or 1.0
+        if len(self._outputs) == inputs.num_microbatches:
+            inputs.on_outputs(self._outputs, self._losses)
+            self._outputs = []
+
+    def _backward(self, action: Action) -> None:
+        _, stage, microbatch = action
+        flight = self._flights.pop((stage, microbatch))
+        marks = self.clock.spans(stage, microbatch)
+        if flight.loss is None:
+            marks.begin("WAIT_B")
+            self._await_gradients(flight, stage, microbatch)
+        marks.begin("B")
+        with self.cut.resume(flight.run):
+            if flight.loss is not None:
+                self._seed(flight.loss)
+            else:
+                pairs = [(o, g) for o, g in zip(flight.outputs, flight.gradients, strict=True) if o.requires_grad]
+                if pairs:
+                    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        if stage > 0:
+            received = flight.run.received
+            gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in received]
+            self._hand_over("B", gradients, stage - 1, microbatch)
+        marks.end()
+
+    def _seed(self, loss: MicrobatchLoss) -> None:
+        # a micro-batch without any target has a loss of NaN and no gradient
+        if loss.weight and loss.value.requires_grad:
+            loss.value.backward(torch.full_like(loss.value, loss.weight / self.reference))
+
+    def _hand_over(self, kind: str, tensors: list[Tensor], stage: int, microbatch: int) -> None:
+        rank = self.spec.rank_of_stage(stage, self.num_ranks)
+        if rank == self.rank:
+            self._local[kind, stage, microbatch] = [tensor.detach() for tensor in tensors]
+        else:
+            self.channels.send(kind, tensors, rank, stage, microbatch)
+
+    def _receive(self, stage: int, microbatch: int, local: list[Tensor], marks: Any) -> list[Tensor]:
+        """Get the differentiable arguments of a stage's first block; ``local`` has their shapes."""
+        if (here := self._local.pop(("F", stage, microbatch), None)) is None:
+            marks.begin("WAIT_F")
+            here = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in local]
+            source = self.spec.rank_of_stage(stage - 1, self.num_ranks)
+            for work in self.channels.post("F", here, source, stage, microbatch):
+                work.wait()
+        marks.begin("F")
+        return [tensor.requires_grad_(torch.is_grad_enabled()) for tensor in here]
+
+    def _expect_gradients(self, flight: _Flight, stage: int, microbatch: int) -> None:
+        """Post the receives of a stage's output gradients right after the outputs have left."""
+        source = self.spec.rank_of_stage(stage + 1, self.num_ranks)
+        if source != self.rank:
+            flight.gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in flight.outputs]
+            flight.arrivals = self.channels.post("B", flight.gradients, source, stage, microbatch)
+
+    def _await_gradients(self, flight: _Flight, stage: int, microbatch: int) -> None:
+        if not flight.arrivals:
+            flight.gradients = self._local.pop(("B", stage, microbatch), flight.gradients)
+        for work in flight.arrivals:
+            work.wait()
+
+
