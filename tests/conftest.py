@@ -1,0 +1,79 @@
+"""Fixtures of all tests, and guards that fail a test which leaves something behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy
+import pytest
+import torch
+import torch.distributed
+
+from tests import ranks
+
+#: Set by Lightning or pytest as they work; put back without a word.
+HARMLESS = {"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., list[Any]]:
+    """:func:`tests.ranks.run_ranks`: fork ranks, return their results."""
+    return ranks.run_ranks
+
+
+@pytest.fixture(autouse=True)
+def same_seed() -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """Fail a test that leaks environment variables, child processes or the default process group."""
+    environment, children = dict(os.environ), child_processes()
+    yield
+    leaks = restore_environment(environment)
+    leaks += [f"child process {pid}: {what}" for pid, what in child_processes().items() if pid not in children]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        leaks.append("the default process group")
+    assert not leaks, "The test left behind: " + "; ".join(leaks)
+
+
+def restore_environment(before: dict[str, str]) -> list[str]:
+    """Put the environment back; return a line per variable that had changed and is not harmless."""
+    changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+    lines = [f"{name}={os.environ.get(name)!r} (was {before.get(name)!r})" for name in sorted(changed - HARMLESS)]
+    for name in changed - {"PYTEST_CURRENT_TEST"}:
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    return lines
+
+
+def child_processes() -> dict[int, str]:
+    """Children of this process by id, from /proc where there is one; multiprocessing's own helper does not count."""
+    multiprocessing.active_children()  # collects those that have ended
+    found = {}
+    for task in Path("/proc/self/task").glob("*/children"):
+        for pid in task.read_text().split():
+            command = read_command(int(pid))
+            if command and "resource_tracker" not in command:
+                found[int(pid)] = command
+    return found
+
+
+def read_command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+    except OSError:  # it has just ended
+        return ""
