@@ -1,8 +1,9 @@
 """Ranks forked from the warm pytest process: ``run_ranks(8, function)`` starts in a fifth of a second.
 
-Importing torch and Lightning takes seconds per process; a fork inherits them. Each rank runs ``function(rank, *args)`` with the
-environment that ``torchrun`` users know (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so a ``Trainer(devices=num_ranks)``
-in it takes part as that rank and launches nothing. What a rank prints is replayed on the parent's stdout, where pytest shows it when the test fails.
+Importing torch and Lightning takes seconds per process; a fork inherits them. Each rank runs ``function(rank, *args)``
+with the environment that ``torchrun`` users know (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so a
+``Trainer(devices=num_ranks)`` in it takes part as that rank and launches nothing. What a rank prints is replayed on the
+parent's stdout, where pytest shows it when the test fails.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import ctypes
 import faulthandler
 import logging
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -76,6 +78,10 @@ class Rank:
     def failed(self) -> bool:
         return bool(self.report and self.report.traceback)
 
+    @property
+    def ended(self) -> float:
+        return self.report.time if self.report else math.inf
+
     def poll(self) -> None:
         """Receive the report if there is one, or note that the process died without."""
         if self.report is None and self.pipe.poll():
@@ -112,15 +118,15 @@ class Rank:
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """Run ``function(rank, *args)`` in ``num_ranks`` forked processes.
 
-    ``function`` may be a closure; its results must be picklable. All ranks stay alive until the last one has ended, so none sees a
-    closed connection because another was faster, or failed.
+    ``function`` may be a closure; its results must be picklable. All ranks stay alive until the last one has ended, so
+    none sees a closed connection because another was faster, or failed.
 
     Returns:
         The results in the order of ranks.
 
     Raises:
-        Exception: the exception of the rank that failed first *in time*, caused by a :class:`RankError` with its traceback.
-            ``pytest.skip`` in a rank skips the test.
+        Exception: the exception of the rank that failed first *in time*, caused by a :class:`RankError` with its
+            traceback. ``pytest.skip`` in a rank skips the test.
         RankError: if that rank died, or its exception cannot be pickled.
         RankTimeoutError: if ranks still run after ``timeout`` seconds; all are killed, the text shows where they stood.
     """
@@ -161,7 +167,7 @@ def wait_for(ranks: list[Rank], end: float) -> None:
 def wait_for_exit(ranks: list[Rank], seconds: float = 5.0) -> None:
     """Give finished ranks a moment to leave by themselves; ``kill`` ends the rest."""
     end = time.monotonic() + seconds
-    while not all([rank.reap() for rank in ranks]) and time.monotonic() < end:
+    while not all(rank.reap() for rank in ranks) and time.monotonic() < end:
         time.sleep(0.005)
 
 
@@ -300,7 +306,7 @@ def become_rank(rank: int, folder: Path, environment: dict[str, str]) -> None:
 
 
 def die_with_parent() -> None:
-    """A pytest that is killed must not leave hanging ranks behind (Linux; elsewhere they time out in their collectives)."""
+    """A pytest that is killed must not leave hanging ranks behind (Linux only)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
