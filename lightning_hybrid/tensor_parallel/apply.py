@@ -61,9 +61,9 @@ def apply_tensor_parallel(
 def _apply_entry(
     entry: PlanEntry, owner: nn.Module, mesh: DeviceMesh, shares: dict[nn.Parameter, nn.Parameter]
 ) -> None:
-    names = [entry.name.rpartition(".")[2]] if entry.is_parameter else list(owner._parameters)
-    if all(owner._parameters.get(name) is None for name in names) and entry.style in STYLES:
-        return
+    names = [name.rpartition(".")[2] for name in entry.parameters]
+    if names and all(owner._parameters.get(name) is None for name in names):
+        return  # a hole
     if isinstance(entry.style, ParallelStyle):
         parallelize_module(owner, mesh, entry.style)
     elif entry.style not in STYLES:

@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.tensor_parallel.collectives import share_bounds
 from lightning_hybrid.tensor_parallel.heads import check_heads
+from lightning_hybrid.tensor_parallel.styles import placement_of, transformers_styles
 
 __all__ = ["STYLES", "PlanEntry", "PlanRow", "TensorParallelPlan", "build_tp_plan"]
 
@@ -43,6 +45,14 @@ _ALIASES = {
     "replicated": WHOLE,
 }
 
+#: Styles whose shares may differ in size, with what they share out.
+_UNEVEN = {
+    "embedding_rowwise": "num_embeddings",
+    "embedding_colwise": "embedding_dim",
+    "colwise_gather_output": "out_features",
+    "rowwise_split_input": "in_features",
+}
+
 Source = Literal["user", "huggingface", "tied", "none"]
 
 
@@ -60,6 +70,8 @@ class PlanEntry:
     """Why it stays whole, or what else is worth knowing."""
     is_parameter: bool = False
     """``name`` is a parameter's."""
+    parameters: tuple[str, ...] = ()
+    """FQNs of the parameters that this entry decides on (not those of a module that have entries of their own)."""
 
     @property
     def style_name(self) -> str:
@@ -143,12 +155,12 @@ def build_tp_plan(
     """
     names = _Names(module)
     chosen = _huggingface_entries(module, names) | _user_entries(user_plan or {}, names)
-    entries = _complete(module, chosen)
+    entries = tuple(_unless_empty(module, entry, tensor_parallel_size) for entry in _complete(module, chosen))
     entries = _keep_tied_together(module, entries)
     for entry in entries:
         _check_entry(module, entry, tensor_parallel_size)
     check_heads(module, {e.name: e.style_name for e in entries if not e.is_parameter}, tensor_parallel_size)
-    counts = {entry.name: sum(p.numel() for p in _parameters_of(module, entry).values()) for entry in entries}
+    counts = {entry.name: sum(p.numel() for p in _parameters_of(module, entry)) for entry in entries}
     plan = TensorParallelPlan(tensor_parallel_size=tensor_parallel_size, entries=entries, num_parameters=counts)
     _check_not_empty(module, plan)
     return plan
@@ -164,7 +176,7 @@ class _Names:
         self.modules.pop("", None)
         owners = [(name, child) for name, child in module.named_modules()]
         self.parameters = {
-            f"{owner}.{name}" if owner else name for owner, child in owners for name in child._parameters
+            f"{owner}.{name}" if owner else name for owner, child in owners for name in _own_parameters(child)
         }
 
     def matching(self, pattern: str, prefix: str | None = None) -> dict[str, bool]:
@@ -234,18 +246,19 @@ def _complete(module: nn.Module, chosen: Mapping[str, PlanEntry]) -> tuple[PlanE
     """Add an entry for every module that owns parameters and that nobody named; put all in the model's order."""
     entries: list[PlanEntry] = []
     for name, child in module.named_modules():
-        own = [f"{name}.{parameter}" if name else parameter for parameter in child._parameters]
-        entries += [chosen[parameter] for parameter in own if parameter in chosen]  # before their module, see apply
+        own = [f"{name}.{parameter}" if name else parameter for parameter in _own_parameters(child)]
+        entries += [replace(chosen[parameter], parameters=(parameter,)) for parameter in own if parameter in chosen]
+        rest = tuple(parameter for parameter in own if parameter not in chosen)
         if name in chosen:
-            entries.append(_finished(chosen[name], child))
-        elif any(parameter not in chosen for parameter in own) and any(True for _ in child.parameters(recurse=False)):
-            entries.append(PlanEntry(name=name, style=WHOLE, source="none", note=_why_whole(child)))
+            entries.append(replace(_finished(chosen[name], child), parameters=rest))
+        elif rest:
+            entries.append(PlanEntry(name=name, style=WHOLE, source="none", note=_why_whole(child), parameters=rest))
     return tuple(entries)
 
 
 def _finished(entry: PlanEntry, child: nn.Module) -> PlanEntry:
     """Complete an entry; a container (attention, a block) is no target of a style that splits parameters."""
-    if entry.style in STYLES and entry.style != WHOLE and not any(True for _ in child.parameters(recurse=False)):
+    if entry.style in STYLES and entry.style != WHOLE and not _own_parameters(child):
         inside = [name for name, inner in child.named_modules() if isinstance(inner, nn.Linear)][:4]
         raise ConfigurationError(
             f"tp_plan: {entry.name!r} is a {type(child).__name__} without parameters of its own, so there is nothing to"
@@ -262,11 +275,25 @@ def _why_whole(child: nn.Module) -> str:
     return "named by no plan; add it to tp_plan to split it" if matrices else "small: computed alike on every rank"
 
 
+def _unless_empty(module: nn.Module, entry: PlanEntry, size: int) -> PlanEntry:
+    """Keep whole what is so small that the last rank would hold nothing of it, which ``fully_shard`` cannot handle."""
+    if entry.style not in _UNEVEN or entry.is_parameter:
+        return entry
+    child = module.get_submodule(entry.name)
+    number: int = getattr(child, _UNEVEN[entry.style], 0)
+    start, end = share_bounds(number, size, size - 1)
+    if number == 0 or start < end:
+        return entry
+    return replace(
+        entry, style=WHOLE, note=f"{_UNEVEN[entry.style]}={number} would leave rank {size - 1} of {size} without any"
+    )
+
+
 def _keep_tied_together(module: nn.Module, entries: tuple[PlanEntry, ...]) -> tuple[PlanEntry, ...]:
     """Give modules that share a weight one way of splitting it, or refuse."""
     owners: dict[int, list[PlanEntry]] = {}
     for entry in entries:
-        for parameter in _parameters_of(module, entry).values():
+        for parameter in _parameters_of(module, entry):
             owners.setdefault(id(parameter), []).append(entry)
     changed: dict[str, PlanEntry] = {}
     for group in owners.values():
@@ -297,10 +324,12 @@ def _tied_style(child: nn.Module) -> str | None:
     return "colwise_gather_output" if isinstance(child, nn.Linear) else None
 
 
-def _parameters_of(module: nn.Module, entry: PlanEntry) -> dict[str, nn.Parameter]:
-    if entry.is_parameter:
-        return {"": module.get_parameter(entry.name)}
-    return dict(module.get_submodule(entry.name).named_parameters(recurse=False))
+def _own_parameters(child: nn.Module) -> list[str]:
+    return [name for name, parameter in child._parameters.items() if parameter is not None]
+
+
+def _parameters_of(module: nn.Module, entry: PlanEntry) -> list[nn.Parameter]:
+    return [module.get_parameter(name) for name in entry.parameters]
 
 
 def _check_entry(module: nn.Module, entry: PlanEntry, size: int) -> None:
@@ -319,8 +348,6 @@ def _check_entry(module: nn.Module, entry: PlanEntry, size: int) -> None:
 
 
 def _check_transformers_style(entry: PlanEntry) -> None:
-    from lightning_hybrid.tensor_parallel.styles import transformers_styles
-
     known = transformers_styles()
     if entry.style_name not in known:
         raise ConfigurationError(
@@ -330,8 +357,6 @@ def _check_transformers_style(entry: PlanEntry) -> None:
 
 
 def _check_bare_parameter(entry: PlanEntry, parameter: nn.Parameter, size: int) -> None:
-    from lightning_hybrid.tensor_parallel.styles import placement_of
-
     placement = placement_of(entry.style_name, "", parameter.ndim)
     if placement is None:
         return
@@ -349,8 +374,7 @@ def _check_linear(entry: PlanEntry, child: nn.Module, size: int) -> None:
             f' {entry.name!r} is a {type(child).__name__}; use "whole" for it.'
         )
     dim, word = (0, "out_features") if entry.style_name.startswith("colwise") else (1, "in_features")
-    joined = entry.style in ("colwise_gather_output", "rowwise_split_input")  # their shares may differ in size
-    if features[dim] % size and not joined:
+    if features[dim] % size and entry.style not in _UNEVEN:
         raise ConfigurationError(_does_not_divide(entry, word, features[dim], size))
 
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.functional import pad
 
 from lightning_hybrid.tensor_parallel.collectives import (
     enter_split,
@@ -107,8 +106,6 @@ class SplitStyle:
         module.padding_idx = padding - start if padding is not None and start <= padding < end else None
         try:
             with _local_parameters(module):
-                if start == end:  # fewer ids than ranks: nothing here, but a lookup wants one row
-                    module._parameters["weight"] = pad(module.weight, (0, 0, 0, 1))  # type: ignore[assignment]
                 out: Tensor = forward(local_ids)
         finally:
             module.padding_idx = padding
