@@ -14,7 +14,18 @@ from typing import NamedTuple
 
 from lightning_hybrid.pipeline.timeline import COMPUTE, Mark
 
-__all__ = ["COMMUNICATION", "PARTS", "Breakdown", "Span", "break_down", "cut", "split_wait", "spans_of_marks"]
+__all__ = [
+    "COMMUNICATION",
+    "PARTS",
+    "Breakdown",
+    "Span",
+    "break_down",
+    "cut",
+    "mean",
+    "overlap",
+    "split_wait",
+    "spans_of_marks",
+]
 
 #: Parts that are exposed communication, by mesh axis; "unknown" are collectives over groups that are no axis.
 COMMUNICATION = (
@@ -71,27 +82,40 @@ class Breakdown:
         return Breakdown(seconds=seconds)
 
 
-def break_down(spans: Iterable[Span], *, start: float, end: float) -> Breakdown:
+def break_down(
+    spans: Iterable[Span], *, start: float, end: float, exclude: Iterable[tuple[float, float]] = ()
+) -> Breakdown:
     """Count each instant between ``start`` and ``end`` for the first of :data:`PARTS` that covers it.
 
     Args:
         spans: in any order; they may overlap and reach beyond the step.
         start: seconds, on the clock of the spans.
         end: seconds.
+        exclude: stretches that do not count at all (validation, checkpointing).
 
     Raises:
         ValueError: if a span names no part, or ``end`` lies before ``start``.
     """
     if end < start:
         raise ValueError(f"The step ends at {end} s, before its start at {start} s.")
-    rank_of_part = {part: place for place, part in enumerate(PARTS)}
+    for span in (spans := list(spans)):
+        if span.part not in PARTS:
+            raise ValueError(f'A span names "{span.part}", which is no part of a step; use one of {", ".join(PARTS)}.')
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for _, left, right in cut([Span("other", start, end)], exclude):
+        for part, moments in zip(PARTS, _sweep(spans, left, right), strict=True):
+            seconds[part] += moments
+    return Breakdown(seconds=seconds)
+
+
+def _sweep(spans: Iterable[Span], start: float, end: float) -> list[float]:
+    """Return the seconds of each of :data:`PARTS` between ``start`` and ``end``."""
+    place_of = {part: place for place, part in enumerate(PARTS)}
     edges: list[tuple[float, int, int]] = []
     for part, left, right in spans:
-        if part not in rank_of_part:
-            raise ValueError(f'A span names "{part}", which is no part of a step; use one of {", ".join(PARTS)}.')
         left, right = max(left, start), min(right, end)
         if left < right:
-            edges += [(left, rank_of_part[part], 1), (right, rank_of_part[part], -1)]
+            edges += [(left, place_of[part], 1), (right, place_of[part], -1)]
     edges.sort()
     seconds, open_spans, before = [0.0] * len(PARTS), [0] * len(PARTS), start
     open_spans[-1] = 1  # "other" covers everything
@@ -100,7 +124,7 @@ def break_down(spans: Iterable[Span], *, start: float, end: float) -> Breakdown:
             seconds[next(i for i, count in enumerate(open_spans) if count)] += moment - before
             before = moment
         open_spans[place] += change
-    return Breakdown(seconds=dict(zip(PARTS, seconds, strict=True)))
+    return seconds
 
 
 def cut(spans: Iterable[Span], holes: Iterable[tuple[float, float]]) -> list[Span]:
@@ -122,6 +146,26 @@ def cut(spans: Iterable[Span], holes: Iterable[tuple[float, float]]) -> list[Spa
         if start < end:
             left.append(Span(part, start, end))
     return left
+
+
+def overlap(spans: Iterable[Span], windows: Iterable[Span]) -> dict[str, float]:
+    """Return the seconds of ``spans`` by part that lie inside of any of ``windows``; none of either overlap."""
+    seconds: dict[str, float] = {}
+    ordered = sorted(windows, key=lambda window: window.start)
+    first = 0
+    for part, start, end in sorted(spans, key=lambda span: span.start):
+        while first < len(ordered) and ordered[first].end <= start:
+            first += 1
+        for window in ordered[first:]:
+            if window.start >= end:
+                break
+            seconds[part] = seconds.get(part, 0.0) + min(end, window.end) - max(start, window.start)
+    return seconds
+
+
+def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
+    """Return the mean seconds of each part over several steps or ranks (at least one)."""
+    return Breakdown(seconds={p: sum(b.seconds[p] for b in breakdowns) / len(breakdowns) for p in PARTS})
 
 
 def split_wait(wait: Mark, ended: float | None) -> list[Span]:
@@ -149,13 +193,15 @@ def spans_of_marks(
     the pipeline are a bubble while any other stage of the pipeline still computes.
 
     Args:
-        marks: the rank's own marks of one step.
-        pipeline: the marks of each rank of its pipeline, its own among them or not.
+        marks: the rank's own marks of one batch (one run of the schedule).
+        pipeline: the marks of each rank of its pipeline for that batch, its own among them or not.
         reduce_part: the part that a ``REDUCE`` mark belongs to.
     """
     others = [mark for rank_marks in pipeline for mark in rank_marks if mark.kind in COMPUTE]
     sent = [mark for mark in others if mark.kind in _DIRECTION]
     ended = {(_DIRECTION[mark.kind], mark.stage, mark.microbatch): mark.end for mark in sent}
+    own = {mark.stage for mark in marks if mark.kind in COMPUTE}
+    near = [mark for mark in others if mark.stage not in own and {mark.stage - 1, mark.stage + 1} & own]
     spans: list[Span] = []
     for mark in marks:
         if mark.kind in COMPUTE:
@@ -165,7 +211,6 @@ def spans_of_marks(
         elif mark.kind == "WAIT_B":
             spans += split_wait(mark, ended.get(("B", mark.stage + 1, mark.microbatch)))
         elif mark.kind == "SEND":
-            near = [other for other in others if abs(other.stage - mark.stage) == 1]
             spans += _split_by_work(mark.start, mark.end, near, rest="communication_pipeline")
         elif mark.kind == "SYNC":
             spans += _split_by_work(mark.start, mark.end, others, rest="communication_pipeline")

@@ -23,6 +23,8 @@ class Reference:
     """Tokens per second of the whole job."""
     global_batch_size: float | None = None
     """Samples in one optimizer step of the whole job."""
+    num_data_ranks: int | None = None
+    """Ranks that read different samples; for one device it is 1."""
     model: str | None = None
     """Fingerprint of the model."""
     precision: str | None = None
@@ -41,8 +43,9 @@ class Scaling:
     """A run beside its baseline."""
 
     kind: str
-    """"weak" (same batch on each device), "strong" (same global batch), "same size" (same number of devices),
-    "unchecked" (the baseline does not say its batch), or "none" (they do not compare)."""
+    """"strong" (same global batch), "weak" (same batch on each device), "weak per data rank" (same batch on each group
+    of devices that holds the model), "same size" (same number of devices), "unchecked" (the baseline does not say its
+    batch), or "none" (they do not compare)."""
     speedup: float | None
     """Throughput over the baseline's; ``None`` if they do not compare."""
     efficiency: float | None
@@ -70,8 +73,8 @@ def compare(run: Reference, baseline: Reference) -> Scaling:
     if kind == "none":
         reasons.append(
             f"batch: {baseline.global_batch_size:g} samples a step on {baseline.num_devices} device(s) there,"
-            f" {run.global_batch_size:g} on {run.num_devices} here; use {baseline.batch_per_device:g} a device (weak)"
-            f" or {baseline.global_batch_size:g} in all (strong)"
+            f" {run.global_batch_size:g} on {run.num_devices} here; use {baseline.batch_per_device:g} a device or"
+            f" a data rank (weak) or {baseline.global_batch_size:g} in all (strong)"
         )
     speedup = _ratio(run.tokens_per_second, baseline.tokens_per_second)
     if speedup is None:
@@ -94,13 +97,20 @@ def _kind(run: Reference, baseline: Reference) -> str:
     ours, theirs = run.global_batch_size, baseline.global_batch_size
     if ours is None or theirs is None:
         return "unchecked"
-    same_total = math.isclose(ours, theirs, rel_tol=_BATCH_TOLERANCE)
+    if _close(ours, theirs):
+        return "same size" if run.num_devices == baseline.num_devices else "strong"
     if run.num_devices == baseline.num_devices:
-        return "same size" if same_total else "none"
-    if same_total:
-        return "strong"
-    share = math.isclose(ours / run.num_devices, theirs / baseline.num_devices, rel_tol=_BATCH_TOLERANCE)
-    return "weak" if share else "none"
+        return "none"
+    if _close(ours / run.num_devices, theirs / baseline.num_devices):
+        return "weak"
+    data_ranks = 1 if baseline.num_devices == 1 else baseline.num_data_ranks
+    if run.num_data_ranks and data_ranks and _close(ours / run.num_data_ranks, theirs / data_ranks):
+        return "weak per data rank"
+    return "none"
+
+
+def _close(ours: float, theirs: float) -> bool:
+    return math.isclose(ours, theirs, rel_tol=_BATCH_TOLERANCE)
 
 
 def _ratio(ours: float | None, theirs: float | None) -> float | None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from lightning_hybrid.metrics import COMMUNICATION, PARTS, Span, break_down, spans_of_marks
-from lightning_hybrid.metrics.breakdown import cut, split_wait
+from lightning_hybrid.metrics.breakdown import cut, mean, overlap, split_wait
 from lightning_hybrid.pipeline.timeline import Mark
 
 
@@ -129,3 +129,28 @@ def test_idle_tail_of_a_stage_is_bubble_but_waiting_for_data_is_not() -> None:
     late = [Mark("B", 0, 0, 1, 4)]
     spans = [*spans_of_marks(early, pipeline=[late, early]), Span("data_wait", 3, 6)]
     assert nonzero(dict(break_down(spans, start=0, end=6).seconds)) == {"compute": 1, "bubble": 2, "data_wait": 3}
+
+
+def test_excluded_stretches_do_not_count() -> None:
+    """A validation of 3 s inside of a step of 10 s, half of it under a wait that the marks also saw."""
+    spans = [Span("compute", 0, 4), Span("bubble", 3, 6), Span("optimizer", 9, 10)]
+    got = break_down(spans, start=0, end=10, exclude=[(5, 8), (5, 6)])
+    assert nonzero(dict(got.seconds)) == {"compute": 4, "bubble": 1, "optimizer": 1, "other": 1}
+    assert got.step == pytest.approx(7)
+    assert break_down(spans, start=0, end=10).step == 10  # what forgetting the validation would say
+
+
+def test_overlap_and_mean() -> None:
+    windows = [Span("compute", 0, 2), Span("compute", 5, 9)]
+    spans = [Span("communication_tensor", 1, 6), Span("communication_data_shard", 8, 20)]
+    assert overlap(spans, windows) == {"communication_tensor": 2, "communication_data_shard": 1}
+    assert overlap([], windows) == {}
+    both = mean([break_down([Span("compute", 0, 1)], start=0, end=2), break_down([], start=0, end=4)])
+    assert nonzero(dict(both.seconds)) == {"compute": 0.5, "other": 2.5}
+
+
+def test_a_send_without_a_stage_is_judged_by_the_neighbours_of_its_rank() -> None:
+    marks = [Mark("B", 1, 0, 0, 1), Mark("SEND", -1, -1, 1, 5)]
+    near, far = [Mark("B", 0, 0, 1, 3)], [Mark("B", 3, 0, 0, 4.5)]
+    got = break_down(spans_of_marks(marks, pipeline=[near, marks, far]), start=0, end=5)
+    assert nonzero(dict(got.seconds)) == {"compute": 1, "bubble": 2, "communication_pipeline": 2}

@@ -19,6 +19,15 @@ def test_weak_and_strong() -> None:
     assert (strong.kind, strong.speedup, strong.efficiency) == ("strong", 4.0, 0.5)
 
 
+def test_same_batch_on_each_data_rank_is_weak_and_says_so() -> None:
+    """2 x 2 x 2: each replica of 4 devices works on the batch that the one device worked on."""
+    run = replace(EIGHT, global_batch_size=16, num_data_ranks=2, samples_per_second=40.0)
+    assert compare(run, ONE).kind == "weak per data rank"
+    assert compare(run, ONE).efficiency == 0.5
+    assert compare(replace(run, num_data_ranks=8), ONE).kind == "none"
+    assert compare(replace(run, num_data_ranks=None), ONE).kind == "none"
+
+
 def test_gain_of_a_doubling() -> None:
     assert compare(EIGHT, ONE).per_doubling == pytest.approx(6 ** (1 / 3))
     assert compare(replace(EIGHT, samples_per_second=80.0), ONE).per_doubling == pytest.approx(2)
@@ -32,7 +41,7 @@ def test_gain_of_a_doubling() -> None:
     [
         ({"model": "gpt-2"}, "model: gpt-2 there, gpt-1 here"),
         ({"precision": "bf16-mixed"}, "precision"),
-        ({"global_batch_size": 32}, "use 32 a device (weak) or 32 in all (strong)"),
+        ({"global_batch_size": 32}, "use 32 a device or a data rank (weak) or 32 in all (strong)"),
         ({"samples_per_second": None}, "neither tokens nor samples"),
     ],
 )

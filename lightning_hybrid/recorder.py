@@ -1,0 +1,182 @@
+"""What one rank saw of each optimizer step, shared by all callbacks of a Trainer."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lightning_hybrid.metrics.throughput import StepClock
+from lightning_hybrid.pipeline.timeline import Mark
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["RecordedStep", "StepRecorder"]
+
+#: Ordinary steps that are kept; a measurement is the mean over the latest of them.
+NUM_KEPT = 8
+_CHECKPOINT = "save_checkpoint"  # names of actions that Lightning tells its profiler
+_DATA = ".train_dataloader_next"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedStep:
+    """One optimizer step of one rank; seconds on the clock of ``time.perf_counter``."""
+
+    index: int
+    """``trainer.global_step`` after it."""
+    start: float
+    """When the optimizer step before it ended."""
+    end: float
+    """When its own optimizer step ended."""
+    seconds: float
+    """Its length without validation, checkpointing and what callbacks measured."""
+    excluded: tuple[tuple[float, float], ...]
+    """What does not count between start and end."""
+    data_waits: tuple[tuple[float, float], ...]
+    """When the rank waited for the dataloader."""
+    batches: tuple[tuple[Mark, ...], ...]
+    """The strategy's marks by ``training_step``: several when gradients are accumulated."""
+    ordinary: bool
+    """Whether nothing was measured meanwhile: it shows what a step costs by itself."""
+
+
+class StepRecorder:
+    """Records the steps of one rank. Get the Trainer's own by :meth:`of`; callbacks may call all methods repeatedly."""
+
+    _of_trainer: ClassVar[weakref.WeakKeyDictionary[Trainer, StepRecorder]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.steps: deque[RecordedStep] = deque(maxlen=NUM_KEPT)
+        """The latest ordinary steps."""
+        self._now = clock
+        self._clock = StepClock(clock)
+        self._fetching = 0.0
+        self._data_waits: list[tuple[float, float]] = []
+        self._batches: list[tuple[Mark, ...]] = []
+        self._num_marks = 0
+        self._ordinary = True
+        self._global_step = 0
+        self._seen: tuple[int, RecordedStep | None] = (-1, None)
+        self._restore: Callable[[], None] | None = None
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> StepRecorder:
+        """Return the recorder of a Trainer; the first call makes it."""
+        return cls._of_trainer.setdefault(trainer, cls())
+
+    def begin(self, trainer: Trainer) -> None:
+        """Start to watch, as training starts."""
+        if self._restore is None:
+            profiler = trainer.profiler  # type: ignore[attr-defined]  # set by a helper, so mypy does not see it
+            self._restore = _listen(profiler, self._started, self._stopped)
+            self._global_step = trainer.global_step
+            self.steps.clear()
+            self._clock.reset()
+            self._clock.lap()
+            self._ordinary = False  # the first step has no step before it
+
+    def finish(self) -> None:
+        """Stop to watch."""
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+
+    def pause(self, reason: str) -> None:
+        """What follows is no part of a step."""
+        self._clock.pause(reason)
+
+    def resume(self, reason: str) -> None:
+        """What follows is part of a step again."""
+        self._clock.resume(reason)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Leave a ``with`` block out of the steps; the step that it falls into is no ordinary one."""
+        self._ordinary = False
+        self._clock.pause("measuring")
+        try:
+            yield
+        finally:
+            self._clock.resume("measuring")
+
+    def end_batch(self, trainer: Trainer) -> RecordedStep | None:
+        """Take in the batch that has just ended. Returns the optimizer step if that ended with it."""
+        number = trainer.fit_loop.total_batch_idx
+        if self._seen[0] != number:
+            self._seen = (number, self._end_batch(trainer))
+        return self._seen[1]
+
+    def _end_batch(self, trainer: Trainer) -> RecordedStep | None:
+        stepped = trainer.global_step != self._global_step
+        strategy: Any = trainer.strategy
+        marks: list[Mark] = []
+        if hasattr(strategy, "take_marks"):
+            marks = strategy.take_marks() if stepped else list(strategy.marks)
+        self._batches.append(tuple(marks[self._num_marks :]))
+        self._num_marks = len(marks)
+        if not stepped:
+            return None
+        self._global_step = trainer.global_step
+        now = max((mark.end for mark in marks if mark.kind == "OPTIMIZER"), default=self._now())
+        start, excluded = self._clock.start, tuple(self._clock.excluded)
+        seconds = self._clock.lap(now)
+        step = None
+        if start is not None and seconds is not None:
+            step = RecordedStep(
+                index=trainer.global_step,
+                start=start,
+                end=now,
+                seconds=seconds,
+                excluded=excluded,
+                data_waits=tuple(self._data_waits),
+                batches=tuple(self._batches),
+                ordinary=self._ordinary,
+            )
+            if step.ordinary:
+                self.steps.append(step)
+        self._data_waits, self._batches, self._num_marks, self._ordinary = [], [], 0, True
+        return step
+
+    def _started(self, action: str) -> None:
+        if action == _CHECKPOINT:
+            self._clock.pause(action)
+        elif action.endswith(_DATA):
+            self._fetching = self._now()
+
+    def _stopped(self, action: str) -> None:
+        if action == _CHECKPOINT:
+            self._clock.resume(action)
+        elif action.endswith(_DATA):
+            self._data_waits.append((self._fetching, self._now()))
+
+
+def _listen(profiler: Any, started: Callable[[str], None], stopped: Callable[[str], None]) -> Callable[[], None]:
+    """Hear of the actions that Lightning reports to its profiler, whichever that is; returns how to stop it.
+
+    There are no hooks around fetching a batch or around the writing of a checkpoint, but these two reports. The methods
+    are replaced on the instance, so that the profiler stays the user's own object.
+    """
+    start, stop = profiler.start, profiler.stop
+    before = {name: vars(profiler)[name] for name in ("start", "stop") if name in vars(profiler)}
+
+    def new_start(action_name: str) -> None:
+        start(action_name)
+        started(action_name)
+
+    def new_stop(action_name: str) -> None:
+        stopped(action_name)
+        stop(action_name)
+
+    def restore() -> None:
+        for name in ("start", "stop"):
+            vars(profiler).pop(name, None)
+        vars(profiler).update(before)
+
+    profiler.start, profiler.stop = new_start, new_stop
+    return restore
