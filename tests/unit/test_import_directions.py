@@ -1,4 +1,4 @@
-"""Imports go one way: errors <- layout <- mesh <- parts <- parallelize <- strategy; pure parts stay pure (docs/design.md)."""
+"""Imports go one way: errors <- layout <- mesh <- parts <- parallelize <- strategy; and pure parts stay pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PURE = (
-    "errors",
-    "layout",
-    "metrics",
-    "planner",
-    "archive",
-    *(f"pipeline.{n}" for n in ("partition", "schedule", "timeline")),
-)
+PURE = ("errors", "layout", "metrics", "planner", "archive")
+PURE += tuple(f"pipeline.{name}" for name in ("partition", "schedule", "timeline"))
 LEVELS = {"errors": 0, "layout": 1, "mesh": 2, "tensor_parallel": 3, "sharding": 3, "activation_checkpoint": 3}
 LEVELS |= {"parallelize": 4, "strategy": 5, "callbacks": 6}
 

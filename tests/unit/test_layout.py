@@ -42,7 +42,7 @@ def test_shape_follows_the_axes():
 
 
 def test_layout_is_a_value():
-    assert LAYOUT == dataclasses.replace(LAYOUT)
+    assert dataclasses.replace(LAYOUT) == LAYOUT
     with pytest.raises(dataclasses.FrozenInstanceError):
         LAYOUT.data_parallel_size = 1  # type: ignore[misc]
 

@@ -61,15 +61,15 @@ def test_packages_are_the_folders_on_disk():
 def test_wheel_holds_every_module_and_nothing_else(dist: Path):
     (wheel,) = dist.glob("*.whl")
     files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {
-        f"{name.replace('.', '/')}/{p.name}" for name, path in package_folders().items() for p in path.glob("*.py")
-    }
+    modules = [(name.replace(".", "/"), path) for name, path in package_folders().items()]
+    expected = {f"{name}/{module.name}" for name, path in modules for module in path.glob("*.py")}
     assert files == expected | {"lightning_hybrid/py.typed"}
 
 
 def test_sdist_holds_what_a_packager_needs(dist: Path):
     (sdist,) = dist.glob("*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"CHANGELOG.md", "LICENSE", "README.md", "examples/gpt/train.py", "tests/ranks.py"} <= names
 
 
