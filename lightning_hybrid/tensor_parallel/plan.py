@@ -53,7 +53,7 @@ _UNEVEN = {
     "rowwise_split_input": "in_features",
 }
 
-Source = Literal["user", "huggingface", "tied", "none"]
+Source = Literal["user", "huggingface", "tied", "measured", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +114,21 @@ class TensorParallelPlan:
     def styles(self) -> dict[str, str]:
         """Style names by FQN."""
         return {entry.name: entry.style_name for entry in self.entries}
+
+    def within(self, prefix: str) -> TensorParallelPlan:
+        """The plan of one module inside, with names as they are there."""
+        start = prefix + "."
+        entries = tuple(
+            replace(
+                entry,
+                name=entry.name[len(start) :],
+                parameters=tuple(parameter[len(start) :] for parameter in entry.parameters),
+            )
+            for entry in self.entries
+            if entry.name == prefix or entry.name.startswith(start)
+        )
+        counts = {name[len(start) :]: count for name, count in self.num_parameters.items() if name.startswith(prefix)}
+        return replace(self, entries=entries, num_parameters=counts)
 
     def rows(self) -> list[PlanRow]:
         """Return the plan as a table, layers taken together."""

@@ -1,0 +1,253 @@
+"""Does a plan compute what the whole model computes? One block of each kind is run both ways before training.
+
+Shapes that fit prove nothing: a fused query-key-value projection cut contiguously gives fitting shapes and wrong
+values, and a norm over each head gives right values and gradients that are each rank's part only. So values *and*
+gradients are compared, on copies with random weights (at initialisation many projections are zero, and hide
+everything behind them) and random hidden states.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
+from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan
+
+__all__ = ["BlockCheck", "check_block", "check_plan"]
+
+logger = logging.getLogger(__name__)
+
+#: Largest relative error that rounding explains; wrong splits are off by about 1.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCheck:
+    """How far a split block is from the whole one; the same on every rank of the tensor axis."""
+
+    output: float
+    """Relative error of the outputs."""
+    inputs: float
+    """Relative error of the gradients of the inputs."""
+    gradients: Mapping[str, float]
+    """Relative error of each parameter's gradient, by name in the block."""
+    partial: frozenset[str] = field(default_factory=frozenset)
+    """Parameters on every rank whose gradients are right only when summed over ranks."""
+    tolerance: float
+
+    @property
+    def wrong(self) -> list[str]:
+        """What differs, in words; empty if all agree."""
+        named = {"its output": self.output, "the gradient of its input": self.inputs}
+        named |= {f"the gradient of {name}": error for name, error in self.gradients.items()}
+        return [f"{name} (by {error:.2g})" for name, error in named.items() if not error <= self.tolerance]
+
+
+def check_plan(
+    module: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan, calls: Mapping[str, Call]
+) -> TensorParallelPlan:
+    """Run one block of each kind whole and split; return the plan, mended where measurement says how.
+
+    To be called *before* :func:`apply_tensor_parallel`, on every rank of the tensor axis; ``module`` is left as it is.
+    A parameter whose gradients turn out to be each rank's part only gets the style ``replicated_with_grad_allreduce``.
+
+    Args:
+        module: the module the plan was built for, whole.
+        mesh: the 1-D tensor axis.
+        plan: what to check.
+        calls: by FQN of a block, arguments it is called with. Tensors that require a gradient are replaced by random
+            ones of their shape, all others (masks, positions, rotary tables) are used as they are.
+
+    Raises:
+        ConfigurationError: if a split block fails or differs; the message says in what, and what to do.
+    """
+    seen: set[Any] = set()
+    for name, call in calls.items() if mesh.size() > 1 else ():
+        part = plan.within(name)
+        kind = (type(module.get_submodule(name)), tuple((e.name, e.style_name) for e in part.entries))
+        if kind in seen or not part.split:
+            continue
+        seen.add(kind)
+        found = _check_one(name, module.get_submodule(name), mesh, part, call)
+        if found.partial:
+            plan = _sum_gradients(module, plan, name, found.partial)
+            found = _check_one(name, module.get_submodule(name), mesh, plan.within(name), call)
+        if found.wrong:
+            raise ConfigurationError(_differs(name, part, found))
+    return plan
+
+
+def check_block(whole: nn.Module, split: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> BlockCheck:
+    """Compare a split block with the whole one. Both are used up: weights were random, gradients are left behind.
+
+    ``whole`` and ``split`` must hold the same values. See :func:`check_plan` for the arguments.
+    """
+    dtype = next(whole.parameters()).dtype
+    args, kwargs = _random_inputs((args, kwargs), dtype)
+    expected = _run(whole, args, kwargs)
+    found = _run(split, args, kwargs)
+    tolerance = _TOLERANCE.get(dtype, 1e-3)
+    gradients, partial = {}, set()
+    shares = dict(split.named_parameters())
+    for name, parameter in whole.named_parameters():
+        share, truth = shares[name].grad, parameter.grad
+        if truth is None:
+            continue
+        error = _agree(_relative(_full(share, truth), truth), mesh)
+        if not error <= tolerance and not isinstance(share, DTensor) and share is not None:
+            total = share.clone()
+            dist.all_reduce(total, group=mesh.get_group())
+            if _agree(_relative(total, truth), mesh) <= tolerance:
+                partial.add(name)
+        gradients[name] = error
+    return BlockCheck(
+        output=_agree(_relative(found[0], expected[0]), mesh),
+        inputs=_agree(_relative(found[1], expected[1]), mesh),
+        gradients=gradients,
+        partial=frozenset(partial),
+        tolerance=tolerance,
+    )
+
+
+def _check_one(name: str, block: nn.Module, mesh: DeviceMesh, part: TensorParallelPlan, call: Call) -> BlockCheck:
+    """Check one block on copies, in fp32 where the block can (else in its own dtype)."""
+    own = next(block.parameters()).dtype
+    for dtype in dict.fromkeys((torch.float32, own)):
+        whole = _random_weights(copy.deepcopy(block).to(dtype)).eval()
+        split = copy.deepcopy(whole)
+        try:
+            _run(copy.deepcopy(whole), *_random_inputs(call, dtype))
+        except Exception as error:  # flash attention knows no fp32
+            reason = error
+            continue
+        apply_tensor_parallel(split, mesh, part)
+        try:
+            return check_block(whole, split, *call, mesh)
+        except Exception as error:
+            raise ConfigurationError(_fails(name, part, error)) from error
+    logger.warning("The tensor parallel plan of %s was not checked: the block did not run alone (%s).", name, reason)
+    return BlockCheck(output=0.0, inputs=0.0, gradients={}, tolerance=0.0)
+
+
+def _random_weights(block: nn.Module) -> nn.Module:
+    """Weights that let every part of the block be seen in its output; the same on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in block.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        values = noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1.0 + 0.5 * noise
+        parameter.data.copy_(values)
+        parameter.requires_grad_(parameter.is_floating_point())
+    return block
+
+
+def _random_inputs(call: Any, dtype: torch.dtype) -> Any:
+    generator = torch.Generator().manual_seed(1)
+
+    def prepare(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if not x.requires_grad:
+            return x.detach().to(dtype)
+        return torch.randn(x.shape, generator=generator).to(x.device, dtype).requires_grad_()
+
+    return tree_map(prepare, call)
+
+
+def _run(block: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Outputs and gradients of inputs, each as one vector; gradients of parameters are left in the block."""
+    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+    for x in inputs:
+        x.grad = None
+    device = inputs[0].device.type if inputs else "cpu"
+    with torch.enable_grad(), torch.autocast(device, enabled=False):
+        result = block(*args, **kwargs)
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+        generator = torch.Generator().manual_seed(2)
+        torch.autograd.backward(outputs, [torch.randn(x.shape, generator=generator).to(x) for x in outputs])
+    return _vector(outputs), _vector([x.grad for x in inputs if x.grad is not None])
+
+
+def _vector(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([x.detach().float().flatten() for x in tensors]) if tensors else torch.zeros(1)
+
+
+def _full(share: Tensor | None, like: Tensor) -> Tensor:
+    if share is None:
+        return torch.zeros_like(like)
+    return share.full_tensor() if isinstance(share, DTensor) else share
+
+
+def _relative(value: Tensor, truth: Tensor) -> float:
+    """Relative error; against the scale of rounding where the truth is zero, as a key bias's gradient is."""
+    if value.shape != truth.shape:
+        return float("inf")
+    value, truth = (torch.nan_to_num(x.detach().float()) for x in (value, truth))
+    return float((value - truth).norm() / truth.norm().clamp(min=1e-2))
+
+
+def _agree(error: float, mesh: DeviceMesh) -> float:
+    """The largest error of any rank, so that all ranks say the same."""
+    largest = torch.tensor(error, device=mesh.device_type)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
+    return largest.item()
+
+
+def _sum_gradients(
+    module: nn.Module, plan: TensorParallelPlan, block: str, partial: frozenset[str]
+) -> TensorParallelPlan:
+    """Give the owners of partial gradients, in this block and its like, the style that sums them."""
+    wanted = {_pattern(f"{block}.{name.rpartition('.')[0]}".rstrip(".")) for name in partial}
+    note = "sees only this rank's features (measured), so its gradient is summed"
+    entries = tuple(
+        replace(entry, style="replicated_with_grad_allreduce", source="measured", note=note)
+        if _pattern(entry.name) in wanted and not entry.is_split
+        else entry
+        for entry in plan.entries
+    )
+    return replace(plan, entries=entries)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _split_layers(name: str, part: TensorParallelPlan) -> str:
+    return ", ".join(f"{name}.{entry.name}: {entry.style_name}" for entry in part.split)
+
+
+_REMEDY = (
+    "Usual causes: head sizes computed from the model's width (x.shape[-1] // num_heads; use view(..., -1, head_dim)"
+    " instead), or one linear for query, key and value (or for gate and up), which cannot be cut contiguously. Keep"
+    ' these layers "whole" in tp_plan, change the block, or use tensor_parallel_size=1.'
+)
+
+
+def _fails(name: str, part: TensorParallelPlan, error: Exception) -> str:
+    return (
+        f"The block {name!r} fails when it is split over {part.tensor_parallel_size} ranks"
+        f" ({type(error).__name__}: {error}). Split are {_split_layers(name, part)}. {_REMEDY}"
+    )
+
+
+def _differs(name: str, part: TensorParallelPlan, found: BlockCheck) -> str:
+    wrong = found.wrong
+    more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+    return (
+        f"The block {name!r} computes something else when it is split over {part.tensor_parallel_size} ranks: different"
+        f" are {', '.join(wrong[:4])}{more}. Split are {_split_layers(name, part)}. {_REMEDY}"
+    )
