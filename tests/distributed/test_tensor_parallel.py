@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel import styles
@@ -24,6 +27,7 @@ from tests.distributed.tensor_parallel_cases import (
     compare,
     full,
     randomised,
+    relative,
     start,
 )
 
@@ -162,6 +166,71 @@ def test_a_mesh_of_another_size_is_refused(run_ranks: Ranks) -> None:
             apply_tensor_parallel(build_gpt(), mesh, build_tp_plan(build_gpt(), GPT_PLAN, 4))
 
     run_ranks(2, rank)
+
+
+def test_replicas_of_shards_of_splits(run_ranks: Ranks) -> None:
+    """HSDP: 2 replicas x 2 shards x 2 tensor ranks."""
+
+    def rank(rank: int) -> float:
+        mesh = start((2, 2, 2), ("replicate", "shard", "tensor"))
+        reference = Holder(build_gpt())
+        model = copy.deepcopy(reference)
+        apply_tensor_parallel(model, mesh["tensor"], build_tp_plan(model, GPT_PLAN, 2))
+        for module in (*model.model.blocks, model):
+            fully_shard(module, mesh=mesh["replicate", "shard"])
+        tokens = torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(0))
+        reference(tokens).backward()
+        model(tokens.chunk(4)[2 * mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")]).backward()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        return max(relative(full(p.grad), full(q.grad)) for p, q in pairs)
+
+    assert max(run_ranks(8, rank)) < TOLERANCE
+
+
+def test_recomputation_repeats_the_exchanges(run_ranks: Ranks) -> None:
+    def recompute(model: Holder) -> None:
+        for block in model.model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+    check(run_ranks, build_gpt, GPT_PLAN, 2, 2, after=recompute, shard=True, num_steps=2)
+
+
+def test_dtypes_under_autocast_and_without_gradients_are_those_of_one_process(run_ranks: Ranks) -> None:
+    def rank(rank: int) -> None:
+        mesh = start((2,), ("tensor",))
+        whole = build_gpt().float()
+        model = copy.deepcopy(whole)
+        apply_tensor_parallel(model, mesh, build_tp_plan(model, GPT_PLAN, 2))
+        found: dict[str, list[torch.dtype]] = {}
+        for part in (whole, model):
+            for name, module in part.named_modules():
+                module.register_forward_hook(lambda m, _, out, name=name: found.setdefault(name, []).append(out.dtype))
+        tokens = torch.randint(64, (2, 8))
+        with torch.autocast("cpu", torch.bfloat16):
+            whole(tokens), model(tokens)
+        assert all(a == b for a, b in found.values()), found
+        with torch.inference_mode():
+            torch.testing.assert_close(model(tokens), whole(tokens), rtol=1e-4, atol=1e-4)
+
+    run_ranks(2, rank)
+
+
+def test_one_sum_for_projections_of_one_tensor(run_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query, key and value share one exchange in the backward pass: per block 2 forward and 2 backward."""
+    sums: list[int] = []
+    all_reduce = torch.distributed.all_reduce
+    counted = lambda tensor, *args, **kwargs: (sums.append(tensor.numel()), all_reduce(tensor, *args, **kwargs))  # noqa: E731
+    monkeypatch.setattr(torch.distributed, "all_reduce", counted)  # ranks are forked: they have it too
+
+    def rank(rank: int) -> list[int]:
+        mesh = start((2,), ("tensor",))
+        model = build_gpt()
+        plan = {**GPT_PLAN, "token_embedding": "whole", "head": "whole"}
+        apply_tensor_parallel(model, mesh, build_tp_plan(model, plan, 2))
+        model(torch.randint(64, (2, 8))).sum().backward()
+        return sums
+
+    assert run_ranks(2, rank) == [[2 * 8 * 32] * (2 * 4)] * 2
 
 
 # Wrong on purpose: each shows that the tests above can fail.
