@@ -63,17 +63,17 @@ def restore_environment(before: dict[str, str]) -> list[str]:
 def child_processes() -> dict[int, str]:
     """Children of this process by id, from /proc where there is one; multiprocessing's own helper does not count."""
     multiprocessing.active_children()  # collects those that have ended
-    found = {}
-    for task in Path("/proc/self/task").glob("*/children"):
-        for pid in task.read_text().split():
-            command = read_command(int(pid))
-            if command and "resource_tracker" not in command:
-                found[int(pid)] = command
-    return found
-
-
-def read_command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
-    except OSError:  # it has just ended
-        return ""
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # the usual case: none at all
+        return {}
+    children = {}
+    for folder in Path("/proc").glob("[0-9]*"):  # /proc/self/task/*/children may leave some out
+        try:
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            command = (folder / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
+        except OSError:  # it has just ended
+            continue
+        if int(parent) == os.getpid() and state != "Z" and "resource_tracker" not in command:
+            children[int(folder.name)] = command
+    return children
