@@ -1,1 +1,72 @@
-"""The archive of configurations: one JSON entry per run."""
+"""The archive of configurations: each run leaves an entry, the next run of a similar model starts from a good one.
+
+Read in this order: :mod:`entry <lightning_hybrid.archive.entry>` (the schema), :mod:`store
+<lightning_hybrid.archive.store>` (the folder), :mod:`match <lightning_hybrid.archive.match>` (the choice).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from lightning_hybrid.archive.entry import (
+    Batch,
+    Entry,
+    Fingerprint,
+    Hardware,
+    Result,
+    Settings,
+    Training,
+    fingerprint_module,
+    fingerprint_parameters,
+)
+from lightning_hybrid.archive.match import Match, best_entry, failed_degrees, find_baseline
+from lightning_hybrid.archive.store import Archive
+from lightning_hybrid.archive.surroundings import detect_hardware, detect_software
+from lightning_hybrid.layout import Layout
+
+__all__ = [
+    "Archive",
+    "Batch",
+    "Entry",
+    "Fingerprint",
+    "Hardware",
+    "Match",
+    "Result",
+    "Settings",
+    "Training",
+    "best_entry",
+    "choose_degrees",
+    "detect_hardware",
+    "detect_software",
+    "failed_degrees",
+    "find_baseline",
+    "fingerprint_module",
+    "fingerprint_parameters",
+]
+
+
+def choose_degrees(
+    url: str | os.PathLike[str],
+    fingerprint: Fingerprint,
+    hardware: Hardware,
+    num_devices: int,
+    *,
+    accept: Callable[[Layout], bool] = lambda degrees: True,
+) -> Match | None:
+    """Return the archive entry that a run of this model on these devices should start from, or None.
+
+    Reads files only; makes no folder and needs no process group. Other runs may write between two reads, so ranks that
+    read by themselves can come to different choices: read on one rank and broadcast the match (it pickles).
+
+    Args:
+        url: the archive's folder; one that does not exist is an empty archive.
+        fingerprint: of the whole model, from :func:`fingerprint_module`.
+        hardware: from :func:`detect_hardware`.
+        num_devices: devices to use.
+        accept: see :func:`best_entry`.
+
+    Raises:
+        ArchiveError: if the URL cannot be opened or its folder cannot be listed.
+    """
+    return best_entry(Archive(url).list(), fingerprint, hardware, num_devices, accept=accept)
