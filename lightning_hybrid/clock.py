@@ -54,16 +54,25 @@ class Clock:
         yield
         self.add(kind, stage, microbatch, start, self.now())
 
+    def clear(self) -> None:
+        """Forget all marks without looking at them."""
+        self._marks = []
+
     def spans(self, stage: int, microbatch: int) -> Spans:
         """Spans that follow each other without gaps within one action."""
         return Spans(self, stage, microbatch)
 
     def take(self) -> list[Mark]:
         """Return all marks since the last call, in the order of their ends, and forget them."""
-        marks, self._marks = self._marks, []
-        if self._cuda and marks:
+        marks = self.peek()
+        self._marks = []
+        return marks
+
+    def peek(self) -> list[Mark]:
+        """Return all marks since :meth:`take` was last called."""
+        if self._cuda and self._marks:
             torch.cuda.synchronize()
-        return [Mark(kind, stage, mb, self._seconds(start), self._seconds(end)) for kind, stage, mb, start, end in marks]
+        return [Mark(kind, stage, mb, self._seconds(a), self._seconds(b)) for kind, stage, mb, a, b in self._marks]
 
     def _seconds(self, point: Any) -> float:
         if not self._cuda:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_hybrid.metrics.throughput import StepClock
-from lightning_hybrid.pipeline.timeline import Mark
+from lightning_hybrid.pipeline.timeline import Mark, Timeline, split_runs
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["RecordedStep", "StepRecorder"]
+__all__ = ["RecordedStep", "StepRecorder", "gather_timelines"]
 
 #: Ordinary steps that are kept; a measurement is the mean over the latest of them.
 NUM_KEPT = 8
@@ -40,8 +41,8 @@ class RecordedStep:
     """What does not count between start and end."""
     data_waits: tuple[tuple[float, float], ...]
     """When the rank waited for the dataloader."""
-    batches: tuple[tuple[Mark, ...], ...]
-    """The strategy's marks by ``training_step``: several when gradients are accumulated."""
+    runs: tuple[tuple[Mark, ...], ...]
+    """The strategy's marks by run of the schedule: several when gradients are accumulated."""
     ordinary: bool
     """Whether nothing was measured meanwhile: it shows what a step costs by itself."""
 
@@ -58,8 +59,6 @@ class StepRecorder:
         self._clock = StepClock(clock)
         self._fetching = 0.0
         self._data_waits: list[tuple[float, float]] = []
-        self._batches: list[tuple[Mark, ...]] = []
-        self._num_marks = 0
         self._ordinary = True
         self._global_step = 0
         self._seen: tuple[int, RecordedStep | None] = (-1, None)
@@ -113,34 +112,29 @@ class StepRecorder:
         return self._seen[1]
 
     def _end_batch(self, trainer: Trainer) -> RecordedStep | None:
-        stepped = trainer.global_step != self._global_step
-        strategy: Any = trainer.strategy
-        marks: list[Mark] = []
-        if hasattr(strategy, "take_marks"):
-            marks = strategy.take_marks() if stepped else list(strategy.marks)
-        self._batches.append(tuple(marks[self._num_marks :]))
-        self._num_marks = len(marks)
-        if not stepped:
+        if trainer.global_step == self._global_step:  # gradients are accumulated
             return None
         self._global_step = trainer.global_step
-        now = max((mark.end for mark in marks if mark.kind == "OPTIMIZER"), default=self._now())
+        strategy: Any = trainer.strategy
+        marks: list[Mark] = strategy.take_marks() if hasattr(strategy, "take_marks") else []
+        end = max((mark.end for mark in marks if mark.kind == "OPTIMIZER"), default=self._now())
         start, excluded = self._clock.start, tuple(self._clock.excluded)
-        seconds = self._clock.lap(now)
+        seconds = self._clock.lap(end)
         step = None
         if start is not None and seconds is not None:
             step = RecordedStep(
                 index=trainer.global_step,
                 start=start,
-                end=now,
+                end=end,
                 seconds=seconds,
                 excluded=excluded,
                 data_waits=tuple(self._data_waits),
-                batches=tuple(self._batches),
+                runs=tuple(map(tuple, split_runs(marks))),
                 ordinary=self._ordinary,
             )
             if step.ordinary:
                 self.steps.append(step)
-        self._data_waits, self._batches, self._num_marks, self._ordinary = [], [], 0, True
+        self._data_waits, self._ordinary = [], True
         return step
 
     def _started(self, action: str) -> None:
@@ -180,3 +174,32 @@ def _listen(profiler: Any, started: Callable[[str], None], stopped: Callable[[st
 
     profiler.start, profiler.stop = new_start, new_stop
     return restore
+
+
+def gather_timelines(strategy: Any, steps: Sequence[RecordedStep]) -> list[list[Timeline]]:
+    """Gather the marks of this rank's pipeline. A collective over the ranks of the pipeline.
+
+    Args:
+        strategy: the running ``Hybrid3DStrategy``.
+        steps: this rank's records of some steps; the same steps on all ranks of the pipeline.
+
+    Returns:
+        For each step and each run of the schedule in it, the marks by schedule rank, on this rank's clock. Clocks of
+        one host are one clock; those of different hosts are aligned by their time of day.
+    """
+    host, to_wall = socket.gethostname(), time.time() - time.perf_counter()
+    marks = [[[_as_tuple(mark) for mark in run] for run in step.runs] for step in steps]
+    payload = (strategy.schedule_rank, host, to_wall, marks)
+    single = strategy.layout.pipeline_parallel_size == 1
+    everyone = [payload] if single else strategy.all_gather_object(payload, axis="pipeline_parallel")
+    timelines: list[list[Timeline]] = [[{} for _ in step.runs] for step in steps]
+    for rank, their_host, their_wall, their_steps in everyone:
+        shift = 0.0 if their_host == host else their_wall - to_wall
+        for runs, their_runs in zip(timelines, their_steps, strict=True):
+            for timeline, run in zip(runs, their_runs, strict=True):
+                timeline[rank] = [Mark(k, stage, mb, start + shift, end + shift) for k, stage, mb, start, end in run]
+    return timelines
+
+
+def _as_tuple(mark: Mark) -> tuple[str, int, int, float, float]:
+    return mark.kind, mark.stage, mark.microbatch, mark.start, mark.end

@@ -189,7 +189,7 @@ def spans_of_marks(
 
     Actions compute. ``WAIT_F`` and ``WAIT_B`` are split at the end of the action they waited for. ``SEND`` is a bubble
     while a neighbouring stage computes (it takes the message when it is done), else pipeline communication. ``SYNC``
-    (an exchange of all stages, as for the global norm) and the time before the rank's first and after its last mark of
+    (an exchange of all stages, as for the global norm; it may lie inside of ``OPTIMIZER``) and the time before the rank's first and after its last mark of
     the pipeline are a bubble while any other stage of the pipeline still computes.
 
     Args:
@@ -202,6 +202,7 @@ def spans_of_marks(
     ended = {(_DIRECTION[mark.kind], mark.stage, mark.microbatch): mark.end for mark in sent}
     own = {mark.stage for mark in marks if mark.kind in COMPUTE}
     near = [mark for mark in others if mark.stage not in own and {mark.stage - 1, mark.stage + 1} & own]
+    syncs = [(mark.start, mark.end) for mark in marks if mark.kind == "SYNC"]
     spans: list[Span] = []
     for mark in marks:
         if mark.kind in COMPUTE:
@@ -217,7 +218,7 @@ def spans_of_marks(
         elif mark.kind == "REDUCE":
             spans.append(Span(reduce_part, mark.start, mark.end))
         elif mark.kind == "OPTIMIZER":
-            spans.append(Span("optimizer", mark.start, mark.end))
+            spans += cut([Span("optimizer", mark.start, mark.end)], syncs)
     return spans + _outside(marks, others)
 
 

@@ -105,6 +105,17 @@ class Throughput:
     tokens: int | None = None
     """Tokens in these steps, likewise; ``None`` if the batches have none."""
 
+    def __add__(self, other: Throughput) -> Throughput:
+        """Return what both counted together, one after the other on the same devices."""
+        none = self.tokens is None and other.tokens is None
+        return Throughput(
+            num_devices=self.num_devices,
+            seconds=self.seconds + other.seconds,
+            num_steps=self.num_steps + other.num_steps,
+            samples=self.samples + other.samples,
+            tokens=None if none else (self.tokens or 0) + (other.tokens or 0),
+        )
+
     @property
     def samples_per_second(self) -> float:
         """Samples per second of the whole job; 0 if nothing was timed."""

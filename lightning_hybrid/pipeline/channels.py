@@ -65,7 +65,7 @@ class Channels:
         dist.recv(size, self._ranks[source], group=self._group, tag=_REPORT_TAG)
         payload = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
         dist.recv(payload, self._ranks[source], group=self._group, tag=_REPORT_TAG)
-        return pickle.loads(payload.cpu().numpy().tobytes())  # noqa: S301 - from a rank of this very run
+        return pickle.loads(payload.cpu().numpy().tobytes())
 
     def flush(self) -> None:
         """Wait until everything sent has left."""

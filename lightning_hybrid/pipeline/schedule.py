@@ -149,7 +149,9 @@ def _one_forward_one_backward(num_ranks: int, num_microbatches: int, stages_per_
 
 def _torch_order(name: str) -> Callable[[int, int, int], Table]:
     def build(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Table:
-        from lightning_hybrid.pipeline import torch_schedules  # the adapter imports torch.distributed; this module must not
+        from lightning_hybrid.pipeline import (
+            torch_schedules,  # the adapter imports torch.distributed; this module must not
+        )
 
         return torch_schedules.read_order(name, num_ranks, num_microbatches, stages_per_rank)
 

@@ -41,6 +41,25 @@ class _StageDone(BaseException):
         self.tensors = tensors
 
 
+class _Enter(torch.autograd.Function):
+    """Makes received tensors differentiable and hands their gradients over.
+
+    The tensors become results of this node in place: no copy, and not leaves, so blocks may change them in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, keep: Callable[[list[Tensor | None]], None], anchor: Tensor, *received: Tensor) -> Any:
+        ctx.keep = keep
+        ctx.mark_dirty(*received)
+        ctx.set_materialize_grads(False)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # type: ignore[override]
+        ctx.keep(list(gradients))
+        return (None,) * (2 + len(gradients))
+
+
 @dataclass(kw_only=True)
 class StageRun:
     """One stage's way through the step on one micro-batch."""
@@ -54,6 +73,8 @@ class StageRun:
     """Given local stand-ins of the first block's differentiable arguments (right shapes), returns the real ones."""
     entered: bool = False
     received: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    """Of the received tensors, once the backward has run; ``None`` for those that were not used."""
     _substitutes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,6 +86,9 @@ class StageRun:
         positions = self.facts.arguments[self.first]
         if not self.entered:
             self.received = self.receive([leaves[i] for i in positions])
+            if torch.is_grad_enabled():
+                anchor = torch.zeros((), requires_grad=True)
+                self.received = list(_Enter.apply(self._keep, anchor, *self.received))
             self._substitutes = {
                 id(leaves[i]): (leaves[i], real) for i, real in zip(positions, self.received, strict=True)
             }
@@ -73,6 +97,9 @@ class StageRun:
             leaves[i] = real
         args, kwargs = tree_unflatten(leaves, spec)
         return args, kwargs
+
+    def _keep(self, gradients: list[Tensor | None]) -> None:
+        self.gradients = gradients
 
     def substitute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace values that the user's variables still hold from before the first own block."""
@@ -111,6 +138,10 @@ class Cut:
             self._holes[part] = Hole(part, {id(module): module}, memory)
         for part in intercepted.values():
             _intercept(part, self._call)
+
+    def blocks(self) -> list[nn.Module]:
+        """All blocks, held by this rank or not."""
+        return list(self._blocks.values())
 
     def _outside(self) -> dict[str, nn.Module]:
         """Modules with parameters that neither are, nor lie in, nor contain a block."""

@@ -153,7 +153,8 @@ class PipelineRank:
                     torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         if stage > 0:
             received = flight.run.received
-            gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in received]
+            found = flight.run.gradients or [None] * len(received)
+            gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(received, found, strict=True)]
             self._hand_over("B", gradients, stage - 1, microbatch)
         marks.end()
 
@@ -178,7 +179,7 @@ class PipelineRank:
             for work in self.channels.post("F", here, source, stage, microbatch):
                 work.wait()
         marks.begin("F")
-        return [tensor.requires_grad_(torch.is_grad_enabled()) for tensor in here]
+        return here
 
     def _expect_gradients(self, flight: _Flight, stage: int, microbatch: int) -> None:
         """Post the receives of a stage's output gradients right after the outputs have left."""

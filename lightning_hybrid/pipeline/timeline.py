@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_hybrid.errors import PipelineError
 from lightning_hybrid.pipeline.schedule import Action, Kind, Table
 
-__all__ = ["ACTIONS", "COMPUTE", "Mark", "Timeline", "mean_durations", "simulate", "window"]
+__all__ = ["ACTIONS", "COMPUTE", "Mark", "Timeline", "mean_durations", "simulate", "split_runs", "table_of", "window"]
 
 #: Kinds of marks that are actions of the schedule.
 ACTIONS = frozenset(kind.value for kind in Kind)
@@ -55,6 +55,32 @@ def mean_durations(marks: Iterable[Mark]) -> dict[tuple[str, int], float]:
         if mark.kind in COMPUTE:
             totals.setdefault((mark.kind, mark.stage), []).append(mark.end - mark.start)
     return {key: sum(values) / len(values) for key, values in totals.items()}
+
+
+def split_runs(marks: Iterable[Mark]) -> list[list[Mark]]:
+    """Split one rank's marks of a step, in order of time, into runs of the schedule: one for each accumulated batch.
+
+    An action that was there before begins another run. Marks without a micro-batch stay with the run before them.
+    """
+    runs: list[list[Mark]] = [[]]
+    seen: set[tuple[str, int, int]] = set()
+    for mark in marks:
+        key = (mark.kind, mark.stage, mark.microbatch)
+        if mark.microbatch >= 0:
+            if key in seen:
+                runs.append([])
+                seen.clear()
+            seen.add(key)
+        runs[-1].append(mark)
+    return runs
+
+
+def table_of(timeline: Mapping[int, Iterable[Mark]]) -> Table:
+    """Return the order in which the ranks ran their actions."""
+    return {
+        rank: [Action(Kind(mark.kind), mark.stage, mark.microbatch) for mark in marks if mark.kind in ACTIONS]
+        for rank, marks in timeline.items()
+    }
 
 
 def simulate(table: Table, durations: Mapping[tuple[str, int], float], *, transfer: float = 0.0) -> Timeline:

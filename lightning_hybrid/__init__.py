@@ -1,0 +1,16 @@
+"""Hybrid 3D parallelism (data x tensor x pipeline) for ordinary LightningModules.
+
+Importing this package registers the strategies ``"hybrid3d"`` and ``"hybrid3d_fork"``.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.strategy import Hybrid3DStrategy
+
+__all__ = ["Hybrid3DStrategy", "HybridError", "__version__"]
+
+__version__ = "0.1.0"
+
+if "hybrid3d" not in StrategyRegistry:
+    Hybrid3DStrategy.register_strategies(StrategyRegistry)

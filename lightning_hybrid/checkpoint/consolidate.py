@@ -1,0 +1,348 @@
+"""One plain checkpoint <-> modules and optimizers that are spread over ranks.
+
+What is saved is what one process would have saved: the whole module's ``state_dict()`` and each optimizer's, so any
+Trainer can resume from it, and files of any Trainer can be loaded at any degrees.
+
+[Note: the completed module]
+A pipeline stage has let go of other stages' parameters. While a state dict is made or loaded they are put back as
+tensors on the meta device, which have shapes and no memory. So hooks and overrides of the user (and of torch) see the
+whole module on every rank, and every rank comes to the same missing keys, unexpected keys and errors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.checkpoint.shares import collect, share_of
+from lightning_hybrid.errors import CheckpointError
+
+__all__ = [
+    "StateKeys",
+    "gather_model_state",
+    "gather_optimizer_state",
+    "scatter_model_state",
+    "scatter_optimizer_state",
+]
+
+logger = logging.getLogger(__name__)
+
+#: How an optimizer computes, which depends on the layout; not what it computes. Never taken from a file.
+IMPLEMENTATION = ("foreach", "fused")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateKeys:
+    """The names in a module's state before it was cut into stages, and which of them this rank's stage answers for."""
+
+    all_keys: tuple[str, ...]
+    """Keys of the whole module's state dict, in order."""
+    canonical: Mapping[str, str]
+    """Key or parameter name -> the one name of that tensor; differs from the key for tied weights."""
+    parameter_order: tuple[str, ...]
+    """Names of the whole module's parameters, each once, in order."""
+    owned: frozenset[str]
+    """Keys and parameter names that this rank's stage contributes to a checkpoint."""
+    twins: Mapping[str, nn.Parameter]
+    """Every parameter by name (all names of tied ones), on the meta device."""
+
+    @classmethod
+    def of(cls, module: nn.Module, owns: Callable[[str], bool]) -> StateKeys:
+        """Read the names from a whole module (real or on meta).
+
+        Args:
+            module: not yet cut, split or sharded.
+            owns: given the canonical name of a parameter or buffer, or the key of a module's extra state, tells
+                whether this rank's stage contributes it. Exactly one stage must.
+        """
+        order = tuple(name for name, _ in module.named_parameters())
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        first_name: dict[int, str] = {}
+        canonical: dict[str, str] = {}
+        for name, tensor in (*parameters.items(), *module.state_dict(keep_vars=True).items()):
+            if isinstance(tensor, Tensor):
+                canonical[name] = first_name.setdefault(id(tensor), name)
+            else:
+                canonical[name] = name
+        twin = {
+            name: nn.Parameter(torch.empty_like(parameters[name], device="meta"), parameters[name].requires_grad)
+            for name in order
+        }
+        return cls(
+            all_keys=tuple(module.state_dict()),
+            canonical=canonical,
+            parameter_order=order,
+            owned=frozenset(key for key, name in canonical.items() if owns(name)),
+            twins={name: twin[canonical[name]] for name in parameters},
+        )
+
+    @contextmanager
+    def completed(self, module: nn.Module) -> Iterator[None]:
+        """Let the module have all its parameters for a while: see the note at the top of this file."""
+        added = []
+        for name, twin in self.twins.items():
+            path, _, attribute = name.rpartition(".")
+            parameters = module.get_submodule(path)._parameters
+            if attribute not in parameters:
+                parameters[attribute] = twin
+                added.append((parameters, attribute))
+        try:
+            yield
+        finally:
+            for parameters, attribute in added:
+                del parameters[attribute]
+
+
+def gather_model_state(module: nn.Module, keys: StateKeys, mesh: DeviceMesh | None) -> dict[str, Any]:
+    """Return the whole module's state dict on rank 0 and ``{}`` on the others. A collective over the world.
+
+    Tensors are plain, on the CPU, and tied ones are one object, as in one process. Buffers and extra state come from
+    the stage that owns them, from its lowest rank.
+
+    Raises:
+        CheckpointError: on every rank, if a tensor is held by no stage or cannot be put together.
+    """
+    _reshard(module)
+    with keys.completed(module):
+        state = module.state_dict()
+    entries: dict[Any, Any] = {}
+    for key, value in state.items():
+        if (key in keys.owned or key not in keys.canonical) and not (isinstance(value, Tensor) and value.is_meta):
+            entries.setdefault(keys.canonical.get(key, key), value)
+    found = collect(entries, _device(mesh))
+    if not _is_first():
+        return {}
+    wanted = [key for key in keys.all_keys if key in state] + [key for key in state if key not in keys.all_keys]
+    missing = [key for key in wanted if keys.canonical.get(key, key) not in found]
+    if missing:
+        raise CheckpointError(f"No pipeline stage contributes {missing} to the checkpoint.")
+    whole: OrderedDict[str, Any] = OrderedDict((key, found[keys.canonical.get(key, key)]) for key in wanted)
+    whole._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]  # torch's versions of modules
+    return whole
+
+
+def scatter_model_state(
+    module: nn.Module, state_dict: Mapping[str, Any], keys: StateKeys, strict: bool
+) -> tuple[list[str], list[str]]:
+    """Load a whole state dict into what this rank holds, in place and without communication.
+
+    Args:
+        module: cut, split and sharded as the run wants it.
+        state_dict: plain tensors; the same on every rank. Mapped from a file, each rank reads its own part only.
+        keys: of this module.
+        strict: raise if keys are missing or unexpected.
+
+    Returns:
+        Missing and unexpected keys, as ``load_state_dict`` of the whole module returns them; alike on every rank.
+
+    Raises:
+        RuntimeError: torch's own, on every rank alike, for other shapes, or with ``strict`` for other keys.
+    """
+    _reshard(module)
+    with ExitStack() as stack:
+        stack.enter_context(keys.completed(module))
+        for part in module.modules():  # after the user's own hooks, which may rename keys
+            stack.callback(part.register_load_state_dict_pre_hook(_cut).remove)  # type: ignore[no-untyped-call]
+        result = module.load_state_dict(state_dict, strict=strict)
+    return list(result.missing_keys), list(result.unexpected_keys)
+
+
+def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace whole tensors by this rank's shares just before a module copies them."""
+    for name, own in (*module._parameters.items(), *module._buffers.items()):
+        value = state_dict.get(prefix + name)
+        if own is None or not isinstance(value, Tensor):
+            continue
+        if own.is_meta:
+            state_dict[prefix + name] = torch.empty_like(value, device="meta")
+        elif isinstance(own, DTensor) and not isinstance(value, DTensor) and own.shape == value.shape:
+            state_dict[prefix + name] = share_of(own, value)
+
+
+def gather_optimizer_state(
+    optimizer: Optimizer, module: nn.Module, keys: StateKeys, mesh: DeviceMesh | None
+) -> dict[str, Any]:
+    """Return the optimizer's state as one process would have it, on rank 0; ``{}`` elsewhere. A collective.
+
+    ``state`` is by integer and ``param_groups`` lists integers, so any ``Optimizer.load_state_dict`` takes it. The
+    names stand beside them, in ``"param_names"`` (a list per group), which torch passes over. (Names inside of a group
+    would load as well, but a later ``add_param_group`` without names is then refused.)
+
+    Raises:
+        CheckpointError: on every rank, if state of a split parameter has a shape of its own (and is not a DTensor), or
+            stages have different numbers of groups.
+    """
+    _reshard(module)
+    state = optimizer.state_dict()
+    names = _names(optimizer, module, keys)
+    whole = _names_of_all_stages(names, keys, mesh)
+    flat = [name for group in names for name in group]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    entries: dict[Any, Any] = {}
+    for index, values in state["state"].items():
+        if not isinstance(index, int):
+            entries[(index,)] = values
+        elif flat[index] in keys.owned:
+            for key, value in values.items():
+                entries[flat[index], key] = _checked(optimizer, parameters[index], value)
+    found = collect(entries, _device(mesh))
+    if not _is_first():
+        return {}
+    position = {name: i for i, name in enumerate(name for group in whole for name in group)}
+    per_parameter = {key[0]: value for key, value in found.items() if len(key) == 1}
+    for name, key in sorted((key for key in found if len(key) == 2), key=lambda key: position[key[0]]):
+        per_parameter.setdefault(position[name], {})[key] = found[name, key]
+    groups = [
+        _whole_group(optimizer, group, [position[name] for name in group_names], group_names)
+        for group, group_names in zip(state["param_groups"], whole, strict=True)
+    ]
+    return {"state": per_parameter, "param_groups": groups, "param_names": whole}
+
+
+def _checked(optimizer: Optimizer, parameter: Tensor, value: Any) -> Any:
+    """State that can be put together: DTensors, scalars, and anything of a parameter that is not split."""
+    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
+        return CheckpointError(
+            f"{type(optimizer).__name__} keeps a plain tensor of shape {tuple(value.shape)} for a split parameter of"
+            f" shape {tuple(parameter.shape)}; how the parts belong together is not known. Use an optimizer whose state"
+            " has the parameter's shape, or tensor_parallel_size=1 and one data rank per replica."
+        )
+    return value
+
+
+def _whole_group(
+    optimizer: Optimizer, group: Mapping[str, Any], indices: list[int], names: list[str]
+) -> dict[str, Any]:
+    whole = {**group, "params": indices}
+    if "param_names" in group:
+        whole["param_names"] = names
+    for key in IMPLEMENTATION:
+        if key in group and key in optimizer.defaults:  # as the user asked for it, whatever this layout made of it
+            whole[key] = optimizer.defaults[key]
+    return whole
+
+
+def scatter_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], module: nn.Module, keys: StateKeys, mesh: DeviceMesh | None
+) -> None:
+    """Load a whole optimizer's state into this rank's optimizer: state of what it holds, settings of all groups.
+
+    Parameters are found by name where the file's names are this model's, else by their place in the merged order of
+    all stages. Tensors of a parameter's shape are cut as the parameter is; others stay whole on every rank. Names are
+    exchanged over the pipeline axis; tensors are not.
+
+    Raises:
+        CheckpointError: on every rank alike, if the number of groups, or of parameters in a group, differs.
+    """
+    _reshard(module)
+    names = _names(optimizer, module, keys)
+    position = _positions(state, _names_of_all_stages(names, keys, mesh))
+    local: dict[str, Any] = {"state": {k: v for k, v in state["state"].items() if not isinstance(k, int)}}
+    local["param_groups"] = []
+    index = 0
+    for group, saved, group_names in zip(optimizer.param_groups, state["param_groups"], names, strict=True):
+        own = {key: group[key] for key in (*IMPLEMENTATION, "param_names") if key in group}
+        settings = {key: value for key, value in saved.items() if key not in (*IMPLEMENTATION, "param_names")}
+        local["param_groups"].append({**settings, **own, "params": [*range(index, index + len(group_names))]})
+        for name, parameter in zip(group_names, group["params"], strict=True):
+            values = state["state"].get(position[name])
+            if values is not None:
+                local["state"][index] = {key: _share(parameter, key, value) for key, value in values.items()}
+            index += 1
+    optimizer.load_state_dict(local)
+
+
+def _positions(state: Mapping[str, Any], whole: list[list[str]]) -> dict[str, int]:
+    """Each parameter's index in a saved state."""
+    groups = state["param_groups"]
+    sizes, expected = [len(group["params"]) for group in groups], [len(group) for group in whole]
+    if sizes != expected:
+        raise CheckpointError(
+            f"The checkpoint's optimizer has {len(sizes)} groups of {sizes} parameters, this run's has {len(expected)}"
+            f" groups of {expected}. Resume with the configure_optimizers that wrote it, or load the weights only."
+        )
+    saved = state.get("param_names") or [group.get("param_names") for group in groups]
+    by_name = all(names is not None and set(names) == set(own) for names, own in zip(saved, whole, strict=True))
+    return {
+        name: index
+        for group, names in zip(groups, saved if by_name else whole, strict=True)
+        for name, index in zip(names, group["params"], strict=True)
+    }
+
+
+def _share(parameter: Tensor, key: Any, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step" or not isinstance(parameter, DTensor):  # torch keeps the step count a plain tensor
+        return value.clone()
+    return share_of(parameter, value, replicate=value.shape != parameter.shape)
+
+
+def _names(optimizer: Optimizer, module: nn.Module, keys: StateKeys) -> list[list[str]]:
+    """Canonical names of the parameters of each group, in the optimizer's order."""
+    known = {id(p): keys.canonical.get(name, name) for name, p in module.named_parameters()}
+    unknown = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    if unknown:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} holds parameters of shapes {unknown} that the LightningModule does not have"
+            " under any name. Assign them to the module, or leave them out of the optimizer."
+        )
+    return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _names_of_all_stages(names: list[list[str]], keys: StateKeys, mesh: DeviceMesh | None) -> list[list[str]]:
+    """The groups as the whole module's optimizer has them: stages joined by group, in the order of parameters."""
+    axis = None if mesh is None or not dist.is_initialized() else mesh["pipeline_parallel"]
+    if axis is None or axis.size() == 1:
+        return names
+    stages: list[Any] = [None] * axis.size()
+    dist.all_gather_object(stages, names, group=axis.get_group())
+    if len({len(stage) for stage in stages}) > 1:
+        raise CheckpointError(
+            f"The pipeline stages' optimizers have {[len(stage) for stage in stages]} parameter groups; configure the"
+            " same groups on every stage (empty ones included)."
+        )
+    return [_join(groups, keys) for groups in zip(*stages, strict=True)]
+
+
+def _join(stages: Sequence[list[str]], keys: StateKeys) -> list[str]:
+    place = {name: i for i, name in enumerate(keys.parameter_order)}
+    joined = sorted({name for stage in stages for name in stage}, key=place.__getitem__)
+    for order in (joined, joined[::-1]):
+        if all(stage == [name for name in order if name in set(stage)] for stage in stages):
+            return order
+    logger.warning(
+        "An optimizer's parameters are neither in the module's order nor in its reverse; the checkpoint stores them by"
+        " name in the module's order, and a plain Trainer, which goes by position, may not resume from it."
+    )
+    return joined
+
+
+def _reshard(module: nn.Module) -> None:
+    """Parameters that ``fully_shard`` still holds gathered become shards again, under which optimizers know them."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def _device(mesh: DeviceMesh | None) -> torch.device:
+    """On which the process group sends."""
+    if mesh is None or mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

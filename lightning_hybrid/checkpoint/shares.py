@@ -1,0 +1,224 @@
+"""Whole tensors <-> the shares that ranks hold, without communication on the way in and over one hop on the way out.
+
+[Note: which rows a rank holds]
+DTensor's own ``compute_local_shape_and_global_offset`` applies placements from left to right. ``fully_shard`` after
+``parallelize_module`` cuts the *tensor-parallel share*: it says so by ``_StridedShard(dim, split_factor)``, to the left
+of the ``Shard`` that came first. Reading left to right gives the same rows when sizes divide, and not always when they
+do not (7 rows on 3 data x 2 tensor ranks); nor is the result one run of rows then. So the cuts are followed here in the
+order in which they were made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from lightning_hybrid.errors import CheckpointError
+
+__all__ = ["collect", "local_slices", "share_of"]
+
+#: Start and end along each dimension.
+Bounds = tuple[tuple[int, int], ...]
+
+
+def local_slices(tensor: DTensor) -> tuple[slice, ...]:
+    """Return which part of the whole tensor this rank holds, one slice per dimension (empty ones included).
+
+    Raises:
+        CheckpointError: if the placements are partial sums, or cut in a way that is not known here.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise CheckpointError(f"This rank is not part of the mesh {tensor.device_mesh} of a tensor that it holds.")
+    bounds = [(0, size) for size in tensor.shape]
+    for axis in _order_of_cuts(tensor):
+        dim = tensor.placements[axis].dim  # type: ignore[attr-defined]
+        start, end = bounds[dim]
+        chunk = -(-(end - start) // tensor.device_mesh.size(axis))
+        start = min(start + coordinate[axis] * chunk, end)
+        bounds[dim] = (start, min(start + chunk, end))
+    slices = tuple(slice(start, end) for start, end in bounds)
+    expected, local = [end - start for start, end in bounds], tensor.to_local()
+    if local.numel() != math.prod(expected) or (local.numel() and list(local.shape) != expected):
+        raise CheckpointError(
+            f"A share of shape {list(local.shape)} was found where {tensor.placements} of {list(tensor.shape)} over a"
+            f" mesh of {tuple(tensor.device_mesh.shape)} leaves {expected}. Cut parameters with torch's"
+            " parallelize_module, distribute_tensor and fully_shard only."
+        )
+    return slices
+
+
+def _order_of_cuts(tensor: DTensor) -> list[int]:
+    """Mesh axes in the order in which they cut the tensor: see the note above."""
+    sizes, placements = tensor.device_mesh.shape, tensor.placements
+    strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
+    plain = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard) and axis not in strided]
+    for axis, placement in enumerate(placements):
+        known = isinstance(placement, (Shard, _StridedShard, Replicate))
+        if known and isinstance(placement, _StridedShard):
+            later = [a for a in (*plain, *strided) if a > axis and placements[a].dim == placement.dim]  # type: ignore[attr-defined]
+            known = placement.split_factor == math.prod(sizes[a] for a in later)
+        if not known:
+            raise CheckpointError(
+                f"A tensor of shape {list(tensor.shape)} is placed as {placements} on a mesh of {tuple(sizes)}, which"
+                " checkpoints cannot take apart. Use Shard or Replicate, or fully_shard after parallelize_module."
+            )
+    return [*plain, *reversed(strided)]
+
+
+def share_of(like: DTensor, whole: Tensor, *, replicate: bool = False) -> DTensor:
+    """Return this rank's share of ``whole``, placed as ``like`` (or whole on every rank), on its device. No exchange.
+
+    Args:
+        like: a tensor of the same shape; of any shape with ``replicate``.
+        whole: a plain tensor, in memory or mapped from a file: only the share's bytes are read.
+        replicate: keep all of it on each rank of ``like``'s mesh.
+    """
+    placements = [Replicate()] * like.device_mesh.ndim if replicate else like.placements
+    part = whole if replicate else whole[local_slices(like)]
+    local = part.detach().to(like.to_local().device, copy=True, memory_format=torch.contiguous_format)
+    stride = torch.empty(whole.shape, device="meta").stride()
+    return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=whole.shape, stride=stride)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What one rank can contribute to one entry."""
+
+    shape: torch.Size
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    bounds: Bounds
+
+
+def collect(entries: Mapping[Any, Any], device: torch.device) -> dict[Any, Any]:
+    """Put whole tensors together on global rank 0. A collective over the world.
+
+    Every rank says which parts it holds; rank 0 picks one holder for each part, and each holder sends straight to it.
+    So no rank but rank 0 ever has a whole tensor, values are copied bit by bit, and it does not matter along which
+    axes of which mesh a tensor is cut or repeated.
+
+    Args:
+        entries: this rank's tensors (plain ones are whole), DTensors and picklable objects. Of what several ranks
+            hold, the lowest rank's counts. An exception as value is raised on every rank.
+        device: on which the process group can send.
+
+    Returns:
+        On rank 0 all entries, with plain CPU tensors; ``{}`` on the other ranks.
+
+    Raises:
+        CheckpointError: on every rank, if an entry of some rank is unfit, or parts of a tensor are nowhere.
+    """
+    offers = {key: _offer(value) for key, value in entries.items()}
+    everyone = _gather_to_first(offers)
+    sends, error = _plan(everyone) if everyone else ([], None)
+    sends, error = _from_first((sends, error))
+    if error is not None:
+        raise CheckpointError(error)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank == 0:
+        return _receive(everyone, sends, entries, device)
+    for key, _, source in sends:
+        if source == rank:
+            dist.send(_as_bytes(_local(entries[key]).to(device)), dst=0)
+    return {}
+
+
+def _offer(value: Any) -> Any:
+    try:
+        if isinstance(value, DTensor):
+            bounds = tuple((s.start, s.stop) for s in local_slices(value))
+            return _Part(shape=value.shape, dtype=value.dtype, bounds=bounds)
+    except CheckpointError as error:
+        return error
+    if isinstance(value, Tensor):
+        return _Part(shape=value.shape, dtype=value.dtype, bounds=tuple((0, size) for size in value.shape))
+    return value
+
+
+_Sends = list[tuple[Any, Bounds, int]]
+
+
+def _plan(everyone: list[dict[Any, Any]]) -> tuple[_Sends, str | None]:
+    """Pick a rank for each part, keys in the order in which ranks have them; or say what is wrong."""
+    shapes: dict[Any, tuple[torch.Size, torch.dtype]] = {}
+    sources: dict[Any, dict[Bounds, int]] = {}
+    for rank, offers in enumerate(everyone):
+        for key, offer in offers.items():
+            if isinstance(offer, Exception):
+                return [], f"{_text(key)}, on rank {rank}: {offer}"
+            if isinstance(offer, _Part):
+                if shapes.setdefault(key, (offer.shape, offer.dtype)) != (offer.shape, offer.dtype):
+                    return [], (
+                        f"{_text(key)} is {tuple(offer.shape)} {offer.dtype} on rank {rank} and"
+                        f" {tuple(shapes[key][0])} {shapes[key][1]} on a lower rank; all must hold the same tensor."
+                    )
+                sources.setdefault(key, {}).setdefault(offer.bounds, rank)
+    sends: _Sends = []
+    for key, parts in sources.items():
+        whole = {bounds: rank for bounds, rank in parts.items() if _numel(bounds) == shapes[key][0].numel()}
+        chosen = dict(list(whole.items())[:1]) or {b: r for b, r in parts.items() if _numel(b)}
+        if sum(map(_numel, chosen)) != shapes[key][0].numel():
+            return [], f"{_text(key)}: the parts {sorted(chosen)} do not make up the shape {tuple(shapes[key][0])}."
+        sends += [(key, bounds, rank) for bounds, rank in chosen.items() if _numel(bounds)]
+    return sends, None
+
+
+def _receive(
+    everyone: list[dict[Any, Any]], sends: _Sends, entries: Mapping[Any, Any], device: torch.device
+) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for offers in everyone:
+        for key, offer in offers.items():
+            if key not in found:
+                found[key] = torch.empty(offer.shape, dtype=offer.dtype) if isinstance(offer, _Part) else offer
+    for key, bounds, source in sends:
+        into = found[key][tuple(slice(start, end) for start, end in bounds)]
+        if source == 0:
+            into.copy_(_local(entries[key]))
+        else:
+            buffer = torch.empty(into.shape, dtype=into.dtype, device=device)
+            dist.recv(_as_bytes(buffer), src=source)
+            into.copy_(buffer)
+    return found
+
+
+def _local(value: Tensor) -> Tensor:
+    return (value.to_local() if isinstance(value, DTensor) else value).detach()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes: any dtype can be sent, and nothing is rounded."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _numel(bounds: Bounds) -> int:
+    return math.prod(end - start for start, end in bounds)
+
+
+def _text(key: Any) -> str:
+    return " of ".join(repr(part) for part in reversed(key)) if isinstance(key, tuple) else repr(key)
+
+
+def _gather_to_first(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values or []
+
+
+def _from_first(value: Any) -> Any:
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

@@ -1,0 +1,72 @@
+"""Gradients of a pipelined step, brought to Lightning's order of hooks.
+
+[Note: backward inside of training_step]
+Lightning's closure runs ``training_step``, then ``zero_grad``, then ``backward``. A schedule runs forwards and
+backwards together inside of ``training_step``, so ``zero_grad`` would erase its gradients. Therefore the schedule's
+gradients are kept apart, and the loss that ``training_step`` returns is a node whose backward adds them to the
+parameters, multiplied with the gradient that arrives there. Accumulation, loss scaling and a user's own ``backward``
+then mean what they always mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["GradientLedger"]
+
+
+class GradientLedger:
+    """Keeps one step's gradients apart from those that are already there."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._earlier: list[Tensor | None] = []
+        self._new: list[Tensor | None] = []
+
+    def open(self) -> None:
+        """Set the gradients that are already there aside."""
+        self._earlier = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def close(self) -> None:
+        """Take the step's gradients away and put the earlier ones back."""
+        self._new = [p.grad for p in self._parameters]
+        for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
+            parameter.grad = gradient
+        self._earlier = []
+
+    def loss(self, value: Tensor) -> Tensor:
+        """Return a loss of that value whose backward adds the step's gradients to the parameters."""
+        anchor = torch.zeros((), device=value.device, requires_grad=True)
+        with torch.enable_grad():
+            result: Tensor = _Deposit.apply(anchor, value, self._deposit)
+        return result
+
+    @torch.no_grad()
+    def _deposit(self, factor: Tensor) -> None:
+        for parameter, gradient in zip(self._parameters, self._new, strict=True):
+            if gradient is None:
+                continue
+            gradient.mul_(factor)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+        self._new = [None] * len(self._parameters)
+
+
+class _Deposit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, deposit: Callable[[Tensor], None]) -> Tensor:
+        ctx.deposit = deposit
+        return value.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.deposit(gradient)
+        return None, None, None

@@ -1,0 +1,170 @@
+"""What ``self.log`` means when a step runs once for each micro-batch, and only on the last stage to its end.
+
+Calls are noted instead of carried out. When all micro-batches are through, one value per name stands for the whole
+batch, and every rank of the pipeline makes the real ``self.log`` calls with the same values, so that callbacks decide
+alike everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torchmetrics import Metric
+
+from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine
+
+__all__ = ["LogRecorder", "MetricMirror", "merge_outputs"]
+
+
+@dataclass(kw_only=True)
+class _Logged:
+    """All values logged under one name in one batch."""
+
+    options: dict[str, Any]
+    values: dict[int, Any] = field(default_factory=dict)
+    """By micro-batch; the last call wins, as it does in one process."""
+
+
+class LogRecorder:
+    """Notes calls of ``self.log`` by micro-batch."""
+
+    def __init__(self) -> None:
+        self._logged: dict[str, _Logged] = {}
+        self._microbatch = 0
+
+    @contextmanager
+    def recording(self, module: Any, microbatch: int) -> Iterator[None]:
+        """While active, ``module.log`` notes instead of logging."""
+        self._microbatch = microbatch
+        module.__dict__["log"] = self._note
+        try:
+            yield
+        finally:
+            module.__dict__.pop("log", None)
+
+    def _note(self, name: str, value: Any, *positional: Any, **options: Any) -> None:
+        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+        options = {**dict(zip(names, positional, strict=False)), **options}
+        entry = self._logged.setdefault(name, _Logged(options=options))
+        entry.options = options
+        entry.values[self._microbatch] = value.detach() if isinstance(value, Tensor) else value
+
+    def combined(self, losses: Sequence[MicrobatchLoss]) -> list[tuple[str, Any, dict[str, Any]]]:
+        """Return one ``(name, value, options)`` per name, in the order of the first calls.
+
+        Values are combined as losses are (a weighted mean), except where the user's ``reduce_fx`` says sum, min or max.
+        An explicit ``batch_size`` is the sum over micro-batches. A torchmetrics object is passed by its name.
+        """
+        return [(name, _combine(entry, losses), _options(entry, losses)) for name, entry in self._logged.items()]
+
+
+def _combine(entry: _Logged, losses: Sequence[MicrobatchLoss]) -> Any:
+    first = next(iter(entry.values.values()))
+    if isinstance(first, Metric):
+        return first
+    if isinstance(first, dict):
+        return {
+            key: _reduce([(losses[i], v[key]) for i, v in entry.values.items()], entry.options.get("reduce_fx", "mean"))
+            for key in first
+        }
+    return _reduce([(losses[i], v) for i, v in entry.values.items()], entry.options.get("reduce_fx", "mean"))
+
+
+def _reduce(pairs: Sequence[tuple[MicrobatchLoss, Any]], reduce_fx: Any) -> Tensor:
+    values = [torch.as_tensor(value).detach().float() for _, value in pairs]
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    if name in ("sum", "min", "max"):
+        reduced: Tensor = getattr(torch.stack(values), name)()
+        return reduced
+    losses = [loss for loss, _ in pairs]
+    is_loss = all(value.data_ptr() == loss.value.data_ptr() for loss, value in zip(losses, values, strict=True))
+    if losses[0].rule == "sum" and not is_loss:  # the loss adds up, other values are still means
+        return torch.stack(values).mean()
+    return combine(values, losses)
+
+
+def _options(entry: _Logged, losses: Sequence[MicrobatchLoss]) -> dict[str, Any]:
+    size = entry.options.get("batch_size")
+    if size is None:
+        return entry.options
+    return {**entry.options, "batch_size": size * len(losses)}
+
+
+def merge_outputs(outputs: Sequence[Any], losses: Sequence[MicrobatchLoss]) -> Any:
+    """Merge what a step returned for each micro-batch into what it would return for the batch.
+
+    Scalars are combined as losses are, tensors are joined along their first dimension, lists are joined, dicts and
+    tuples are merged by entry, and of anything else the first is taken.
+    """
+    first = outputs[0]
+    if isinstance(first, dict):
+        return {key: merge_outputs([output[key] for output in outputs], losses) for key in first}
+    if isinstance(first, tuple):
+        merged = [merge_outputs(list(parts), losses) for parts in zip(*outputs, strict=True)]
+        return type(first)(*merged) if hasattr(first, "_fields") else tuple(merged)
+    if isinstance(first, list):
+        return [item for output in outputs for item in output]
+    if isinstance(first, Tensor):
+        if first.dim() == 0:
+            return combine([o.float() for o in outputs], losses).to(first.dtype)
+        return torch.cat([o.detach() for o in outputs])
+    return first
+
+
+def without_large_tensors(output: Any) -> Any:
+    """Replace tensors with a batch dimension by ``None``: other stages do not get them."""
+    return tree_map(lambda leaf: None if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf, output)
+
+
+class MetricMirror:
+    """Keeps the torchmetrics objects of a module equal on all stages, though only the last one updates them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+        self._counts: dict[str, tuple[int, dict[str, int]]] = {}
+
+    def before(self) -> None:
+        """Note where the metrics stand before a step."""
+        self._counts = {name: (m._update_count, _lengths(m)) for name, m in self._metrics.items()}
+
+    def changes(self) -> dict[str, dict[str, Any]]:
+        """Return what the step changed; of list states only what was appended."""
+        changed = {}
+        for name, metric in self._metrics.items():
+            count, lengths = self._counts[name]
+            if metric._update_count != count:
+                states = {s: getattr(metric, s) for s in metric._defaults}
+                new = {s: v[lengths[s] :] if isinstance(v, list) else v for s, v in states.items()}
+                changed[name] = {"states": new, "count": metric._update_count, "cache": metric._forward_cache}
+        return changed
+
+    def apply(self, changes: dict[str, dict[str, Any]]) -> None:
+        """Make this rank's metrics equal to the last stage's."""
+        for name, change in changes.items():
+            metric = self._metrics[name]
+            for state, value in change["states"].items():
+                here = getattr(metric, state)
+                if isinstance(value, list):
+                    here.extend(value)
+                else:
+                    setattr(metric, state, value)
+            metric._update_count, metric._forward_cache = change["count"], change["cache"]
+            metric._computed = None
+
+    def name_of(self, metric: Metric) -> str:
+        """Return the attribute name of a metric."""
+        return next(name for name, part in self._metrics.items() if part is metric)
+
+    def get(self, name: str) -> Metric:
+        """Return the metric of that name."""
+        return self._metrics[name]
+
+
+def _lengths(metric: Metric) -> dict[str, int]:
+    return {s: len(getattr(metric, s)) for s in metric._defaults if isinstance(getattr(metric, s), list)}

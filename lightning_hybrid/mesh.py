@@ -1,0 +1,37 @@
+"""Layout -> DeviceMesh, and what is asked of it: groups, ranks, sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_hybrid.layout import AXES, Layout
+
+__all__ = ["build_mesh", "data_mesh"]
+
+_built: dict[tuple[Any, ...], DeviceMesh] = {}
+
+
+def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """Return the mesh of the running job with the axes of :data:`~lightning_hybrid.layout.AXES`.
+
+    Also makes the flattened axis ``"data_parallel"``. One mesh is made per process group: a second ``fit`` gets the
+    same one, so that process groups do not pile up.
+    """
+    key = (layout, device_type, id(dist.group.WORLD))
+    if key not in _built:
+        mesh = init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES)
+        mesh["data_parallel_replicate", "data_parallel_shard"]._flatten("data_parallel")
+        _built.clear()
+        _built[key] = mesh
+    return _built[key]
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the mesh over which ``fully_shard`` works: 1-D, 2-D with replicas (HSDP), or ``None`` for one data rank."""
+    replicas, shards = mesh["data_parallel_replicate"].size(), mesh["data_parallel_shard"].size()
+    if replicas * shards == 1:
+        return None
+    return mesh["data_parallel_shard"] if replicas == 1 else mesh["data_parallel_replicate", "data_parallel_shard"]

@@ -1,0 +1,178 @@
+"""THE recipe: how one LightningModule becomes this rank's part of a 3D-parallel one, in order.
+
+synchronise -> plan the tensor split -> cut into stages -> split tensors -> move -> shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_hybrid.errors import UnsupportedError
+from lightning_hybrid.layout import Layout
+from lightning_hybrid.mesh import data_mesh
+from lightning_hybrid.pipeline.blocks import find_block_lists, list_blocks
+from lightning_hybrid.pipeline.partition import partition_blocks
+from lightning_hybrid.pipeline.probe import StepFacts
+from lightning_hybrid.pipeline.schedule import ScheduleSpec
+from lightning_hybrid.pipeline.stage import Cut
+from lightning_hybrid.sharding import apply_sharding
+from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
+from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, build_tp_plan
+
+__all__ = ["Part", "StageMap", "parallelize"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMap:
+    """What each pipeline stage holds."""
+
+    blocks: tuple[str, ...]
+    """All blocks in the order of their calls."""
+    ranges: tuple[range, ...]
+    """For each stage the indices of its blocks."""
+    costs: tuple[float, ...]
+    """Share of the forward's floating point operations of each stage; they add up to 1."""
+    stages_of_parameter: Mapping[str, tuple[int, ...]]
+    """For each parameter the stages that hold it; more than one for a weight that is tied over stages."""
+
+    def parameters_of(self, stages: list[int]) -> set[str]:
+        """Return the names of the parameters that any of these stages holds."""
+        return {name for name, owners in self.stages_of_parameter.items() if set(owners) & set(stages)}
+
+    @property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that live on more than one stage."""
+        return {name: owners for name, owners in self.stages_of_parameter.items() if len(owners) > 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """This rank's part of the module."""
+
+    plan: TensorParallelPlan
+    cut: Cut | None
+    facts: StepFacts | None
+    stages: StageMap | None
+
+
+def parallelize(
+    module: nn.Module,
+    *,
+    layout: Layout,
+    mesh: DeviceMesh,
+    device: torch.device,
+    spec: ScheduleSpec,
+    stages_per_rank: int,
+    schedule_rank: int,
+    blocks: str | list[str] | None,
+    tp_plan: Mapping[str, Any] | None,
+    reshard_after_forward: bool | None,
+    probe: Callable[[Cut], StepFacts],
+) -> Part:
+    """Turn ``module`` into this rank's part, in place.
+
+    ``probe`` runs the user's step once on holes. All ranks must call this with equal arguments.
+
+    Raises:
+        ConfigurationError: if degrees do not fit the model.
+        PipelineError: if the step cannot be cut.
+        UnsupportedError: if the module is already parallel and a degree asks for more.
+    """
+    if any(isinstance(p, DTensor) for p in module.parameters()):
+        _leave_to_user(layout)
+        module.to(device)
+        return Part(plan=build_tp_plan(nn.Module(), None, 1), cut=None, facts=None, stages=None)
+    synchronise(module, device)
+    plan = build_tp_plan(module, tp_plan, layout.tensor_parallel_size)
+    cut, facts, stages = None, None, None
+    if layout.pipeline_parallel_size > 1:
+        cut = Cut(module, list_blocks(module, blocks))
+        facts = probe(cut)
+        num_stages = layout.pipeline_parallel_size * stages_per_rank
+        stages = map_stages(module, cut, facts, num_stages)
+        mine = spec.stages_of_rank(schedule_rank, layout.pipeline_parallel_size, stages_per_rank)
+        cut.hold(stages.parameters_of(mine))
+        cut.to(device)
+    apply_tensor_parallel(
+        module, mesh["tensor_parallel"], plan, only=lambda name: bool(module.get_submodule(name)._parameters)
+    )
+    module.to(device)
+    if (shard_mesh := data_mesh(mesh)) is not None:
+        names = list(stages.blocks) if stages is not None else _units(module, blocks)
+        reshard = layout.pipeline_parallel_size == 1 if reshard_after_forward is None else reshard_after_forward
+        apply_sharding(module, [module.get_submodule(name) for name in names], shard_mesh, reshard=reshard)
+    return Part(plan=plan, cut=cut, facts=facts, stages=stages)
+
+
+def synchronise(module: nn.Module, device: torch.device) -> None:
+    """Give all ranks the parameters and buffers of global rank 0, as DDP does."""
+    if dist.get_world_size() == 1:
+        return
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            carrier = tensor.detach().to(device).contiguous()
+            dist.broadcast(carrier, src=0)
+            tensor.copy_(carrier)
+
+
+def map_stages(module: nn.Module, cut: Cut, facts: StepFacts, num_stages: int) -> StageMap:
+    """Decide which stage holds which blocks and parameters. Pure; the same on all ranks."""
+    before, after = facts.flops_outside[0], facts.flops_outside[-1]
+    costs = [flops + outside for flops, outside in zip(facts.flops, facts.flops_outside[1:], strict=True)]
+    costs[-1] -= after
+    if not any(costs):  # nothing that is counted as arithmetic: go by parameters
+        costs = [float(sum(p.numel() for p in module.get_submodule(name).parameters())) for name in facts.blocks]
+    ranges = partition_blocks(costs, num_stages, before=before, after=after)
+    stage_of_block = [stage for stage, blocks in enumerate(ranges) for _ in blocks]
+    owners: dict[str, set[int]] = {name: set() for name in cut.parameter_names.values()}
+    for index, name in enumerate(facts.blocks):
+        for parameter in module.get_submodule(name).parameters():
+            owners[cut.parameter_names[id(parameter)]].add(stage_of_block[index])
+    for segment, names in enumerate(facts.uses):
+        for name in names:  # the code after a block runs on that block's stage
+            owners[name].add(stage_of_block[max(segment - 1, 0)])
+    total = sum(costs) + before + after or 1.0
+    shares = [sum(costs[i] for i in blocks) for blocks in ranges]
+    shares[0] += before
+    shares[-1] += after
+    return StageMap(
+        blocks=facts.blocks,
+        ranges=tuple(ranges),
+        costs=tuple(share / total for share in shares),
+        # what no step uses is kept by the first stage, so that checkpoints have it once
+        stages_of_parameter={name: tuple(sorted(found)) or (0,) for name, found in owners.items()},
+    )
+
+
+def sync_tied_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of parameters that are tied over the stages of ``group``, so that their copies stay equal."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad
+        local: Tensor = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        dist.all_reduce(local, group=group)
+
+
+def _units(module: nn.Module, blocks: str | list[str] | None) -> list[str]:
+    """Blocks to shard one by one where no pipeline was cut; none is fine too."""
+    if blocks is None and not find_block_lists(module):
+        return []
+    return list_blocks(module, blocks)
+
+
+def _leave_to_user(layout: Layout) -> None:
+    if layout.pipeline_parallel_size > 1:
+        raise UnsupportedError(
+            "configure_model has already split or sharded parameters, which cannot be cut into"
+            f" {layout.pipeline_parallel_size} pipeline stages afterwards. Leave parallelism to the strategy, or use"
+            " pipeline_parallel_size=1."
+        )

@@ -1,0 +1,195 @@
+"""Draws the timeline of a pipeline's step: rows are ranks, boxes are actions with the number of their micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_hybrid.metrics.breakdown import Span, spans_of_marks
+from lightning_hybrid.metrics.bubble import idle_share
+from lightning_hybrid.pipeline.timeline import ACTIONS, COMPUTE, Mark, window
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_timeline"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """How one kind of box is drawn."""
+
+    label: str
+    """In the legend."""
+    colour: str
+    """Of the box."""
+    text: str = "white"
+    """Of the micro-batch's number in it."""
+
+
+#: By kind of mark, and by part of a step for what is no action; in the order of the legend.
+LOOKS = {
+    "F": Look(label="forward", colour="#2f6fb5"),
+    "PROLOGUE": Look(label="forward, before the stage's first block", colour="#a9c8e8", text="#333333"),
+    "B": Look(label="backward", colour="#2e8b6f"),
+    "I": Look(label="backward, input", colour="#2e8b6f"),
+    "W": Look(label="backward, weight", colour="#8fcdb0", text="#333333"),
+    "optimizer": Look(label="optimizer", colour="#7d5ba6"),
+    "communication": Look(label="exposed communication", colour="#e8883a"),
+    "bubble": Look(label="idle (bubble)", colour="#e4e4e4"),
+}
+_BOX = 0.8  # of a row
+
+
+def draw_timeline(
+    measured: Mapping[int, Sequence[Mark]],
+    ideal: Mapping[int, Sequence[Mark]] | None = None,
+    *,
+    title: str = "",
+    captions: tuple[str, str] = ("measured", "ideal at the same action times"),
+    width: float = 12.0,
+) -> Figure:
+    """Draw a step, and below it, on the same scale, its ideal.
+
+    Both begin with their first action. Numbers are left out of boxes that are too narrow for them; virtual stages of
+    one rank differ in lightness.
+
+    Args:
+        measured: marks by schedule rank, seconds.
+        ideal: likewise, as :func:`~lightning_hybrid.pipeline.timeline.simulate` returns them.
+        title: above everything.
+        captions: above each panel, before its time and its bubble.
+        width: in inches; the height follows from the number of ranks.
+
+    Returns:
+        A figure that no window system and no global state of matplotlib knows of; save it with ``savefig``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    timelines = [measured] if ideal is None else [measured, ideal]
+    row = 0.42 if len(measured) <= 8 else 0.24  # inches
+    height = 1.15 + sum(len(timeline) * row + 0.62 for timeline in timelines)
+    figure = Figure(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    ratios = [max(1, len(timeline)) for timeline in timelines]
+    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    longest = max(_extent(timeline)[1] - _extent(timeline)[0] for timeline in timelines) or 1.0
+    unit, name = (1e3, "ms") if longest < 10 else (1.0, "s")
+    used: set[str] = set()
+    for axes, timeline, caption in zip(panels, timelines, captions, strict=False):
+        axes.set_xlim(0, longest * unit * 1.005)
+        used |= _draw_panel(axes, timeline, unit, pixels_per_second=width * 0.92 * 100 / (longest * 1.005))
+        start, end = window(timeline)
+        text = f"{caption}: {(end - start) * unit:.3g} {name}, {idle_share(timeline):.1%} of it idle (bubble)"
+        axes.set_title(text, loc="left", fontsize=10, color="#333333")
+    panels[-1].set_xlabel(f"time since the step's first action ({name})", fontsize=9)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    _draw_legend(figure, used)
+    return figure
+
+
+def _extent(timeline: Mapping[int, Sequence[Mark]]) -> tuple[float, float]:
+    start, end = window(timeline)
+    return start, max([end, *(mark.end for marks in timeline.values() for mark in marks)])
+
+
+def _draw_panel(
+    axes: Axes, timeline: Mapping[int, Sequence[Mark]], unit: float, *, pixels_per_second: float
+) -> set[str]:
+    """Draw one timeline; returns the kinds of boxes that it has."""
+    (origin, end), used, boxes = window(timeline), {"bubble"}, _Boxes(axes, unit)
+    ranks = sorted(timeline)
+    for row, rank in enumerate(ranks):
+        marks = timeline[rank]
+        stages = sorted({mark.stage for mark in marks if mark.kind in ACTIONS})
+        boxes.add(row, LOOKS["bubble"].colour, 0.0, end - origin)  # what nothing covers is idle
+        for kind, start, stop in _between_actions(marks, timeline.values()):
+            used.add(kind)
+            boxes.add(row, LOOKS[kind].colour, start - origin, stop - origin)
+        for mark in marks:
+            if mark.kind in COMPUTE:
+                used.add(mark.kind)
+                look = LOOKS[mark.kind]
+                place = stages.index(mark.stage) if mark.stage in stages else 0
+                wide = mark.kind in ACTIONS and mark.duration * pixels_per_second > 8 + 5 * len(str(mark.microbatch))
+                number = str(mark.microbatch) if wide else ""
+                colour = _lighten(look.colour, place, len(stages))
+                boxes.add(row, colour, mark.start - origin, mark.end - origin, number, look.text)
+    boxes.draw()
+    names = [_row_name(rank, timeline[rank]) for rank in ranks]
+    axes.set_yticks(range(len(ranks)), names, fontsize=9)
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8, colors="#555555")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.axvline((end - origin) * unit, color="#c0392b", linewidth=1, linestyle=(0, (3, 2)), zorder=3)
+    return used
+
+
+class _Boxes:
+    """Collects boxes and draws those of one colour at once, which is much faster than one by one."""
+
+    def __init__(self, axes: Axes, unit: float) -> None:
+        self._axes, self._unit = axes, unit
+        self._boxes: dict[Any, list[tuple[int, float, float]]] = {}
+
+    def add(self, row: int, colour: Any, start: float, end: float, number: str = "", text: str = "white") -> None:
+        """Add a box from ``start`` to ``end`` seconds; later colours lie above earlier ones."""
+        left, right = start * self._unit, end * self._unit
+        self._boxes.setdefault(colour, []).append((row, left, right))
+        if number:
+            middle = (left + right) / 2
+            self._axes.text(middle, row, number, color=text, ha="center", va="center", fontsize=8, clip_on=True)
+
+    def draw(self) -> None:
+        from matplotlib.collections import PolyCollection
+
+        half = _BOX / 2
+        for order, (colour, boxes) in enumerate(self._boxes.items()):
+            corners = [
+                ((left, row - half), (left, row + half), (right, row + half), (right, row - half))
+                for row, left, right in boxes
+            ]
+            above = 1 + order / (len(self._boxes) + 1)
+            self._axes.add_collection(
+                PolyCollection(corners, facecolors=[colour], edgecolors="white", linewidths=0.4, zorder=above)
+            )
+
+
+def _between_actions(
+    marks: Sequence[Mark], everyone: Iterable[Sequence[Mark]]
+) -> list[tuple[str, float, float]]:
+    """Return what a rank did beside its actions, as (kind of box, start, end)."""
+    spans = [span for span in spans_of_marks(marks, pipeline=everyone) if span.part not in ("compute", "bubble")]
+    return [(_kind_of_box(span), span.start, span.end) for span in spans]
+
+
+def _kind_of_box(span: Span) -> str:
+    return "communication" if span.part.startswith("communication") else span.part
+
+
+def _lighten(colour: str, place: int, num_stages: int) -> tuple[float, float, float]:
+    """Mix a colour with white: the later stages of a rank are lighter, so that virtual stages can be told apart."""
+    share = 0.0 if num_stages < 2 else 0.38 * place / (num_stages - 1)
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return red + (1 - red) * share, green + (1 - green) * share, blue + (1 - blue) * share
+
+
+def _row_name(rank: int, marks: Sequence[Mark]) -> str:
+    stages = sorted({mark.stage for mark in marks if mark.kind in ACTIONS})
+    if stages == [rank]:
+        return f"stage {rank}"
+    return f"rank {rank}: stages {', '.join(map(str, stages))}"
+
+
+def _draw_legend(figure: Figure, used: set[str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=look.colour, label=look.label) for kind, look in LOOKS.items() if kind in used]
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=8.5, handlelength=1.2
+    )

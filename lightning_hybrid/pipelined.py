@@ -1,0 +1,178 @@
+"""One Lightning step, run through the pipeline: micro-batches in, one loss and one set of logged values out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_hybrid.data import batch_size_of, split_batch
+from lightning_hybrid.gradients import GradientLedger
+from lightning_hybrid.logged_values import LogRecorder, MetricMirror, merge_outputs, without_large_tensors
+from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine, read_loss
+from lightning_hybrid.pipeline.probe import StepFacts
+from lightning_hybrid.pipeline.schedule import Action, ScheduleSpec
+from lightning_hybrid.pipeline.step import PipelineRank, StepInputs
+from lightning_hybrid.sharding import reduce_gradients, set_gradient_sync
+
+__all__ = ["PipelinedStep"]
+
+logger = logging.getLogger(__name__)
+
+
+class PipelinedStep:
+    """Runs ``training_step`` and its siblings of one LightningModule on this rank's stages."""
+
+    def __init__(
+        self,
+        *,
+        module: Any,
+        rank: PipelineRank,
+        spec: ScheduleSpec,
+        num_microbatches: int,
+        stages_per_rank: int,
+        device: torch.device,
+        probe: Callable[[str, Any, tuple[Any, ...]], StepFacts],
+        sync_tied: Callable[[], None],
+    ) -> None:
+        """``probe(name, microbatch, rest)`` learns the facts of a kind of step the first time it runs."""
+        self._module, self._rank, self._spec = module, rank, spec
+        self.num_microbatches, self._stages_per_rank = num_microbatches, stages_per_rank
+        self._device, self._probe, self._sync_tied = device, probe, sync_tied
+        self.facts: dict[str, StepFacts] = {}
+        self._ledger = GradientLedger(module.parameters())
+        self._metrics = MetricMirror(module)
+        self._last_rank = spec.rank_of_stage(rank.num_stages - 1, rank.num_ranks)
+        self._said = False
+
+    @property
+    def _is_last(self) -> bool:
+        return self._rank.rank == self._last_rank
+
+    def train(self, batch: Any, *rest: Any) -> Any:
+        """Run forwards and backwards of one batch. Returns what ``training_step`` returns for the whole batch.
+
+        On other stages than the last it returns the same without tensors that have a batch dimension. The loss is a
+        node whose backward adds the gradients (see :mod:`lightning_hybrid.gradients`).
+        """
+        parts = split_batch(batch, self.num_microbatches)
+        sizes = [batch_size_of(part) for part in parts]
+        recorder = LogRecorder()
+        inputs = StepInputs(
+            num_microbatches=len(parts),
+            facts=self._facts("training_step", parts[0], rest),
+            step=lambda i: self._one("training_step", recorder, i, parts[i], rest),
+            read_loss=lambda i, output: read_loss(output, sizes[i]),
+            on_outputs=lambda outputs, losses: self._report(recorder, outputs, losses),
+        )
+        self._ledger.open()
+        set_gradient_sync(self._module, False)
+        self._metrics.before()
+        self._message: dict[str, Any] | None = None
+        self._rank.run(self._actions(len(parts)), inputs)
+        message = self._received()
+        with self._rank.clock.mark("REDUCE"):
+            reduce_gradients(self._module, message["scale"])
+            self._sync_tied()
+        self._rank.flush()
+        self._ledger.close()
+        self._replay(message)
+        return self._with_loss(message["output"], self._ledger.loss(message["loss"]))
+
+    def evaluate(self, name: str, batch: Any, *rest: Any) -> Any:
+        """Run ``validation_step``, ``test_step`` or ``predict_step`` forward only.
+
+        The batch goes through in one piece: without gradients its memory is small, and whatever the step computes over
+        the batch is then exactly what one process computes. Every stage returns what the step returns; tensors with a
+        dimension only on the last stage, except for predictions.
+        """
+        recorder = LogRecorder()
+        inputs = StepInputs(
+            num_microbatches=1,
+            facts=self._facts(name, batch, rest),
+            step=lambda i: self._one(name, recorder, i, batch, rest),
+            on_outputs=lambda outputs, _: self._report(recorder, outputs, [_WHOLE], full=name == "predict_step"),
+        )
+        self._metrics.before()
+        self._message = None
+        table = self._spec.forward_only(self._rank.num_ranks, 1, self._stages_per_rank)
+        self._rank.run(table[self._rank.rank], inputs)
+        message = self._received()
+        self._rank.flush()
+        if name != "predict_step":
+            self._replay(message)
+        return message["output"]
+
+    def _facts(self, name: str, part: Any, rest: tuple[Any, ...]) -> StepFacts:
+        if name not in self.facts:
+            self.facts[name] = self._probe(name, part, rest)
+        return self.facts[name]
+
+    def _actions(self, num_microbatches: int) -> Sequence[Action]:
+        ranks, stages = self._rank.num_ranks, self._stages_per_rank
+        if self._spec.problem(ranks, num_microbatches, stages):  # a short batch: an order that any number can run
+            return self._spec.all_forward_then_backward(ranks, num_microbatches, stages)[self._rank.rank]
+        return self._spec.table(ranks, num_microbatches, stages)[self._rank.rank]
+
+    def _one(self, name: str, recorder: LogRecorder, index: int, part: Any, rest: tuple[Any, ...]) -> Any:
+        with recorder.recording(self._module, index):
+            return getattr(self._module, name)(part, *rest)
+
+    def _report(
+        self, recorder: LogRecorder, outputs: list[Any], losses: list[MicrobatchLoss], full: bool = False
+    ) -> None:
+        """On the last stage, when all micro-batches are through: tell the other stages what came out."""
+        merged = merge_outputs(outputs, losses) if len(outputs) > 1 else outputs[0]
+        merged = tree_map_only(Tensor, Tensor.detach, merged)
+        total = sum(loss.weight for loss in losses)
+        reference = self._rank.reference
+        by_sum = losses[0].rule == "sum"
+        logged = [(n, _name_metric(v, self._metrics), o) for n, v, o in recorder.combined(losses)]
+        message = {
+            "output": merged,
+            "loss": combine([loss.value for loss in losses], losses),
+            "scale": reference if by_sum else reference / total if total else 1.0,
+            "logged": logged,
+            "metrics": self._metrics.changes(),
+        }
+        self._say(losses)
+        self._message = message
+        self._rank.channels.report(message if full else {**message, "output": without_large_tensors(merged)}, self._device)
+
+    def _received(self) -> dict[str, Any]:
+        if self._message is None:
+            self._message = self._rank.channels.receive_report(self._last_rank, self._device)
+            self._metrics.apply(self._message["metrics"])
+        return self._message
+
+    def _replay(self, message: dict[str, Any]) -> None:
+        for name, value, options in message["logged"]:
+            self._module.log(name, self._metrics.get(value) if isinstance(value, str) else value, **options)
+
+    def _with_loss(self, output: Any, loss: Tensor) -> Any:
+        return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+    def _say(self, losses: list[MicrobatchLoss]) -> None:
+        if self._said or losses[0].rule == "batch":
+            return
+        self._said = True
+        if losses[0].rule == "mixed":
+            logger.warning(
+                "The loss adds terms that average over different counts, so its micro-batches are weighted by samples."
+                ' It equals one process only if the counts go with the samples; return {"loss": ..., "loss_weight": n}'
+                " from training_step to say the weight."
+            )
+        else:
+            logger.info("Micro-batch losses are weighted by the rule %r.", losses[0].rule)
+
+
+#: The weight of a batch that was not cut.
+_WHOLE = MicrobatchLoss(value=torch.zeros(()), weight=1.0, rule="batch")
+
+
+def _name_metric(value: Any, metrics: MetricMirror) -> Any:
+    return value if isinstance(value, (Tensor, dict)) else metrics.name_of(value)

@@ -1,0 +1,179 @@
+"""Where a pipeline meets Lightning: a first batch to cut along, quiet probes, and the pieces put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn import Parameter
+from torch.utils._pytree import tree_unflatten
+
+from lightning_hybrid.clock import Clock
+from lightning_hybrid.data import batch_size_of, peek_first_batch, split_batch
+from lightning_hybrid.errors import ConfigurationError, UnsupportedError
+from lightning_hybrid.parallelize import Part, sync_tied_gradients
+from lightning_hybrid.pipeline.channels import Channels
+from lightning_hybrid.pipeline.probe import StepFacts
+from lightning_hybrid.pipeline.stage import Cut
+from lightning_hybrid.pipeline.step import PipelineRank
+from lightning_hybrid.pipelined import PipelinedStep
+from lightning_hybrid.quiet import quiet_step
+from lightning_hybrid.sharding import call_inside
+
+__all__ = ["PipelineSetup"]
+
+
+class PipelineSetup:
+    """Builds the pipelined step of one strategy, and keeps what belongs to it."""
+
+    step: PipelinedStep
+
+    def __init__(self, strategy: Any, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+        self._module = strategy.lightning_module
+        self._cut: Cut | None = None
+        self._facts: dict[str, StepFacts] = {}
+        self._tied: dict[tuple[int, ...], list[Parameter]] = {}
+        self._tied_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.num_microbatches = 1
+
+    def first_probe(self, cut: Cut) -> StepFacts:
+        """Learn the structure from the first batch of whatever the Trainer is about to run."""
+        self._cut = cut
+        name, batch, rest = self._first_batch()
+        device = next(self._module.parameters()).device
+        batch = self._module._on_before_batch_transfer(batch, 0)
+        batch = self._module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
+        batch = self._trainer.precision_plugin.convert_input(batch)
+        self.num_microbatches = self._choose_num_microbatches(batch if name == "training_step" else None)
+        part = split_batch(batch, self.num_microbatches)[0] if name == "training_step" else batch
+        self._facts[name] = self._probe(name, part, rest)
+        return self._facts[name]
+
+    def finish(self, part: Part, clock: Clock) -> None:
+        """Put the pipelined step together. A collective over the pipeline axis where weights are tied over stages."""
+        strategy, stages = self._strategy, part.stages
+        assert part.cut is not None and stages is not None
+        spec, num_ranks = strategy._spec, strategy.layout.pipeline_parallel_size
+        group = strategy.device_mesh["pipeline_parallel"].get_group()
+        ranks = dist.get_process_group_ranks(group)
+        by_schedule = ranks if spec.v_shaped else ranks[::-1]
+        mine = spec.stages_of_rank(strategy.schedule_rank, num_ranks, strategy._stages_per_rank)
+        rank = PipelineRank(
+            cut=part.cut,
+            spec=spec,
+            rank=strategy.schedule_rank,
+            num_ranks=num_ranks,
+            stages={stage: stages.ranges[stage] for stage in mine},
+            num_stages=strategy.num_stages,
+            channels=Channels(group, by_schedule, strategy.num_stages),
+            clock=clock,
+            inside=lambda function: call_inside(self._module, function),
+        )
+        self._find_tied(part, by_schedule)
+        self.step = PipelinedStep(
+            module=self._module,
+            rank=rank,
+            spec=spec,
+            num_microbatches=self.num_microbatches,
+            stages_per_rank=strategy._stages_per_rank,
+            device=strategy.root_device,
+            probe=self._probe,
+            sync_tied=self._sync_tied,
+        )
+        self.step.facts.update(self._facts)
+
+    def copies(self) -> dict[Parameter, int]:
+        """Parameters of this rank that live on several pipeline ranks, and on how many."""
+        return {parameter: len(ranks) for ranks, found in self._tied.items() for parameter in found}
+
+    def restore_loader_states(self) -> None:
+        """Hand a checkpoint's loader states to loaders that were set up before they were restored."""
+        loop = self._trainer.fit_loop
+        if loop._combined_loader_states_to_load:
+            loop._load_combined_loader_states()
+            iter(loop._data_fetcher)
+
+    # ---- the first batch ------------------------------------------------------------------------------------------
+
+    def _first_batch(self) -> tuple[str, Any, tuple[Any, ...]]:
+        trainer = self._trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            if is_param_in_hook_signature(self._module.training_step, "dataloader_iter", explicit=True):
+                raise UnsupportedError(
+                    "training_step(self, dataloader_iter) fetches its own batches, which cannot be cut into"
+                    " micro-batches; take batch and batch_idx, or use pipeline_parallel_size=1."
+                )
+            loop, name = trainer.fit_loop, "training_step"
+            loop.setup_data()
+        else:
+            loop = {
+                TrainerFn.VALIDATING: trainer.validate_loop,
+                TrainerFn.TESTING: trainer.test_loop,
+                TrainerFn.PREDICTING: trainer.predict_loop,
+            }[trainer.state.fn]
+            name = f"{trainer.state.stage.dataloader_prefix.replace('val', 'validation')}_step"
+            loop.setup_data()
+            _skip_next_setup(loop)
+        combined = loop._combined_loader
+        if combined is None:
+            raise ConfigurationError(
+                f"A pipeline is cut along a first batch, but there is no data for {name} (limit_*_batches=0, or the step"
+                " is not defined). Give at least one batch, or use pipeline_parallel_size=1."
+            )
+        if name == "training_step":
+            firsts = [peek_first_batch(loader) for loader in combined.flattened]
+            return name, tree_unflatten(firsts, combined._spec), (0,)
+        several = len(combined.flattened) > 1
+        return name, peek_first_batch(combined.flattened[0]), (0, 0) if several else (0,)
+
+    def _choose_num_microbatches(self, batch: Any) -> int:
+        strategy = self._strategy
+        pipeline = strategy.layout.pipeline_parallel_size
+        chosen = strategy._num_microbatches
+        num: int = chosen if isinstance(chosen, int) else 2 * pipeline
+        if batch is not None and (size := batch_size_of(batch)) < num and chosen == "auto":
+            num = max(pipeline, size - size % pipeline)
+        strategy._spec.table(pipeline, num, strategy._stages_per_rank)  # refuses what the schedule cannot run
+        return num
+
+    def _probe(self, name: str, part: Any, rest: tuple[Any, ...]) -> StepFacts:
+        assert self._cut is not None
+        untouched = {inner for block in self._cut.blocks() for inner in block.modules()}
+        with quiet_step(self._module, self._trainer, untouched):
+            return self._cut.probe(lambda: getattr(self._module, name)(part, *rest))
+
+    # ---- tied weights ---------------------------------------------------------------------------------------------
+
+    def _find_tied(self, part: Part, by_schedule: list[int]) -> None:
+        """Group this rank's tied parameters by the pipeline ranks that hold them, and make the groups."""
+        strategy, stages = self._strategy, part.stages
+        assert stages is not None
+        spec, num_ranks = strategy._spec, strategy.layout.pipeline_parallel_size
+        held = dict(self._module.named_parameters())
+        found: dict[tuple[int, ...], list[str]] = {}
+        for name, owners in stages.tied.items():
+            ranks = tuple(sorted({by_schedule[spec.rank_of_stage(stage, num_ranks)] for stage in owners}))
+            if len(ranks) > 1:
+                found.setdefault(ranks, []).append(name)
+        for ranks, names in sorted(found.items()):
+            if dist.get_rank() in ranks:
+                self._tied_groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                self._tied[ranks] = [held[name] for name in names]
+
+    def _sync_tied(self) -> None:
+        for ranks, parameters in self._tied.items():
+            sync_tied_gradients([p for p in parameters if p.requires_grad], self._tied_groups[ranks])
+
+
+def _skip_next_setup(loop: Any) -> None:
+    """The loop is about to set its data up once more; let it keep what was looked at."""
+
+    def keep() -> None:
+        del loop.setup_data
+
+    loop.setup_data = keep
+
+

@@ -1,0 +1,549 @@
+"""The strategy: Lightning's hooks, and nothing else. What they do stands in the modules that they call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hybrid.choose import Choice, choose_from_archive
+from lightning_hybrid.clock import Clock
+from lightning_hybrid.data import make_peekable, same_worker_seeds
+from lightning_hybrid.describe import describe_run, layout_table
+from lightning_hybrid.errors import ConfigurationError, UnsupportedError
+from lightning_hybrid.launchers import HybridMultiProcessingLauncher
+from lightning_hybrid.layout import Coordinate, Layout, resolve_layout
+from lightning_hybrid.mesh import build_mesh
+from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value
+from lightning_hybrid.parallelize import Part, parallelize
+from lightning_hybrid.pipeline.schedule import Table, find_schedule
+from lightning_hybrid.pipeline.timeline import Mark
+from lightning_hybrid.randomness import StepRandomness, derive_seed, same_random_state
+from lightning_hybrid.setup_pipeline import PipelineSetup
+from lightning_hybrid.sharding import call_inside, reshard, set_gradient_sync
+
+__all__ = ["Hybrid3DStrategy"]
+
+logger = logging.getLogger(__name__)
+
+Degree = int | Literal["auto"]
+
+
+class Hybrid3DStrategy(ParallelStrategy):
+    """Data x tensor x pipeline parallelism with FSDP2 sharding for an unmodified LightningModule.
+
+    Args:
+        data_parallel_size: Ranks that read different samples. The product of the three degrees is the number of
+            devices; ``"auto"`` takes what the others leave over.
+        tensor_parallel_size: Ranks that split each block's matrices, following ``tp_plan``.
+        pipeline_parallel_size: Ranks that split the blocks.
+        replicate_size: Replicas along the data axis (HSDP); parameters are sharded over the rest of it.
+        num_microbatches: Pieces into which each rank's batch is cut for the pipeline; ``"auto"`` is twice the number
+            of pipeline ranks.
+        schedule: torch's name of a pipeline schedule, such as ``"GPipe"``, ``"1F1B"`` or ``"Interleaved1F1B"``;
+            ``"auto"`` is 1F1B.
+        stages_per_rank: Virtual stages of each pipeline rank, for schedules that have them; ``"auto"`` is 2 for those.
+        blocks: FQN(s) of the list(s) of blocks to cut along, if they are not found by themselves.
+        tp_plan: FQN pattern -> style (``{"model.layers.*.self_attn.q_proj": "colwise", ...}``). Models of Hugging Face
+            bring their own.
+        reshard_after_forward: Whether a block's gathered parameters are freed after its forward; by default without
+            a pipeline only.
+        archive: Folder or fsspec URL of run entries; a run without any degrees starts from the best one that fits.
+        start_method: How Lightning starts the processes: ``"popen"`` (the script again), ``"fork"``, ``"spawn"``.
+        process_group_backend: ``"nccl"`` or ``"gloo"``; by the device if ``None``.
+        timeout: After which a collective without an answer fails.
+
+    Raises:
+        ConfigurationError: for arguments that cannot work; most are found here, the others before the first step.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: Degree = "auto",
+        tensor_parallel_size: Degree = "auto",
+        pipeline_parallel_size: Degree = "auto",
+        replicate_size: Degree = 1,
+        num_microbatches: Degree = "auto",
+        schedule: str = "auto",
+        stages_per_rank: Degree = "auto",
+        blocks: str | list[str] | None = None,
+        tp_plan: Mapping[str, Any] | None = None,
+        reshard_after_forward: bool | None = None,
+        archive: str | None = "archive",
+        start_method: Literal["popen", "fork", "spawn"] = "popen",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._degrees: dict[str, Any] = {
+            "data_parallel_size": data_parallel_size,
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "replicate_size": replicate_size,
+        }
+        for name, value in {**self._degrees, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}.items():
+            if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigurationError(f'{name}={value!r} must be "auto" or an integer of at least 1.')
+        if start_method not in ("popen", "fork", "spawn"):
+            raise ConfigurationError(f'start_method={start_method!r} is unknown; use one of "popen", "fork", "spawn".')
+        self._spec = find_schedule("1F1B" if schedule == "auto" else schedule)
+        self._schedule_argument = schedule
+        self._num_microbatches = num_microbatches
+        self._stages_per_rank = self._choose_stages_per_rank(stages_per_rank)
+        self._blocks, self._tp_plan, self._reshard = blocks, tp_plan, reshard_after_forward
+        self._archive, self._start_method = archive, start_method
+        self._process_group_backend, self._timeout = process_group_backend, timeout
+        self._mesh: DeviceMesh | None = None
+        self._layout: Layout | None = None
+        self._part: Part | None = None
+        self._module_of_part: Any = None
+        self._pipeline: PipelineSetup | None = None
+        self._random: StepRandomness | None = None
+        self._clock = Clock(torch.device("cpu"))
+        self._new_window = True
+        self.started_from: str | None = None
+        self.num_nodes = 1
+
+    # ---- what callbacks and users may ask -------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """The degrees of this run."""
+        if self._layout is None:
+            return resolve_layout(self.num_nodes * self.num_processes, **self._degrees)
+        return self._layout
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """Where this rank stands on the mesh."""
+        return self.layout.coordinate(self.global_rank)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of the running job."""
+        if self._mesh is None:
+            raise RuntimeError("There is no device mesh before the processes have been set up.")
+        return self._mesh
+
+    @property
+    def schedule(self) -> str:
+        """torch's name of the schedule, ``"none"`` without a pipeline."""
+        return self._spec.name if self.layout.pipeline_parallel_size > 1 else "none"
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages, virtual ones included."""
+        pipeline = self.layout.pipeline_parallel_size
+        return pipeline * self._stages_per_rank if pipeline > 1 else 1
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a full batch."""
+        if self._pipeline is not None:
+            return self._pipeline.num_microbatches
+        return self._num_microbatches if isinstance(self._num_microbatches, int) else 1
+
+    @property
+    def schedule_rank(self) -> int:
+        """This rank's place in the schedule. Global rank 0 has the last stage, where the loss and the logging are."""
+        last = self.layout.pipeline_parallel_size - 1
+        return self.coordinate.pipeline if self._spec.v_shaped else last - self.coordinate.pipeline
+
+    @property
+    def marks(self) -> list[Mark]:
+        """This rank's marks since the last optimizer step ended, forgotten once :meth:`take_marks` is called."""
+        return self._clock.peek()
+
+    def take_marks(self) -> list[Mark]:
+        """Return :attr:`marks` and forget them."""
+        return self._clock.take()
+
+    def schedule_table(self, num_microbatches: int) -> Table:
+        """Return the order of actions of every schedule rank."""
+        pipeline = self.layout.pipeline_parallel_size
+        return self._spec.table(pipeline, num_microbatches, self._stages_per_rank)
+
+    def describe(self) -> dict[str, Any]:
+        """Return degrees, schedule and what this rank holds, as plain values."""
+        return describe_run(self, self._part, self._pipeline)
+
+    def all_gather_object(self, value: Any, axis: str | None = None) -> list[Any]:
+        """Gather a picklable object from all ranks of a mesh axis, or of the world. A collective."""
+        group = self.device_mesh[axis].get_group() if axis else dist.group.WORLD
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, value, group=group)
+        return gathered
+
+    # ---- identity and wiring -----------------------------------------------------------------------------------
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Read by Lightning: whether samplers are dealt out and logged values synchronised.
+
+        With one data rank all ranks read the user's own sampler, in one order (their random states agree).
+        """
+        return self.layout.data_parallel_size > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.layout.data_parallel_size, "rank": self.coordinate.data}
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self.cluster_environment.creates_processes_externally:
+            return
+        if self._start_method == "popen":
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = HybridMultiProcessingLauncher(self, start_method=self._start_method)
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment and Lightning's logging which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        device = self.root_device if self.root_device.type != "cpu" else None
+        assert self.cluster_environment is not None
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
+        self._layout = self._choose_layout()
+        self._check_layout()
+        self._mesh = build_mesh(self._layout, self.root_device.type)
+        self._clock = Clock(self.root_device)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._mesh  # what a configure_model for ModelParallelStrategy reads
+
+    def _choose_layout(self) -> Layout:
+        num_devices = self.num_nodes * self.num_processes
+        given = [name for name, value in self._degrees.items() if value != "auto" and name != "replicate_size"]
+        if not given and self._archive is not None and self._layout is None:
+            choice = choose_from_archive(
+                self._archive, self.lightning_module, self.root_device, num_devices, self.num_nodes, self.broadcast
+            )
+            if choice is not None:
+                self._take_settings(choice)
+                rank_zero_info(f"lightning_hybrid: {choice.reason}")
+                return choice.layout
+        return self._layout or resolve_layout(num_devices, **self._degrees)
+
+    def _take_settings(self, choice: Choice) -> None:
+        self.started_from = choice.entry_id
+        if choice.layout.pipeline_parallel_size == 1:
+            return
+        if self._schedule_argument == "auto":
+            self._spec = find_schedule(choice.settings["schedule"])
+            self._stages_per_rank = self._spec.stages_per_rank
+        if self._num_microbatches == "auto":
+            self._num_microbatches = choice.settings["num_microbatches"]
+
+    def _check_layout(self) -> None:
+        assert self._layout is not None
+        module = self.lightning_module
+        pipeline = self._layout.pipeline_parallel_size
+        if pipeline > 1:
+            if isinstance(self._num_microbatches, int):
+                self._spec.table(pipeline, self._num_microbatches, self._stages_per_rank)
+            if module is not None and not module.automatic_optimization:
+                raise UnsupportedError(
+                    "Manual optimization calls backward inside of training_step, which a pipeline schedule cannot cut."
+                    " Use automatic optimization, or pipeline_parallel_size=1 (data and tensor parallelism work)."
+                )
+        if self._layout.world_size > 1 and getattr(self.precision_plugin, "scaler", None) is not None:
+            raise UnsupportedError(
+                'precision="16-mixed" needs one loss scale for all ranks, which is not supported; use "bf16-mixed" or'
+                ' "32-true".'
+            )
+
+    def _choose_stages_per_rank(self, stages_per_rank: Degree) -> int:
+        if stages_per_rank == "auto":
+            return self._spec.stages_per_rank
+        if stages_per_rank != self._spec.stages_per_rank and not self._spec.multiple_stages:
+            raise ConfigurationError(
+                f'stages_per_rank={stages_per_rank}: schedule="{self._spec.name}" has {self._spec.stages_per_rank};'
+                ' use schedule="Interleaved1F1B" for virtual stages.'
+            )
+        return stages_per_rank
+
+    # ---- model, data, optimizers ----------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.lightning_module)
+        self._synchronise_randomness()
+        if self._part is None or self._module_of_part is not self.lightning_module:
+            self._parallelize(trainer)
+        self.model_to_device()
+        self._hook_precision()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _parallelize(self, trainer: Any) -> None:
+        layout, module = self.layout, self.lightning_module
+        setup = PipelineSetup(self, trainer)
+        self._part = parallelize(
+            module,
+            layout=layout,
+            mesh=self.device_mesh,
+            device=self.root_device,
+            spec=self._spec,
+            stages_per_rank=self._stages_per_rank,
+            schedule_rank=self.schedule_rank,
+            blocks=self._blocks,
+            tp_plan=self._tp_plan,
+            reshard_after_forward=self._reshard,
+            probe=setup.first_probe,
+        )
+        self._module_of_part = module
+        self._pipeline = setup if self._part.cut is not None else None
+        if self._pipeline is not None:
+            self._pipeline.finish(self._part, self._clock)
+        rows = self.all_gather_object(self.describe()) if layout.world_size > 1 else [self.describe()]
+        rank_zero_info(layout_table(layout, self.schedule, rows))
+
+    def _synchronise_randomness(self) -> None:
+        """See the note in :mod:`lightning_hybrid.randomness`."""
+        if self.layout.world_size == 1:
+            return
+        for axis in ("pipeline_parallel", "tensor_parallel"):
+            same_random_state(self.device_mesh[axis].get_group())
+        if self._random is None:
+            here, seed = self.coordinate, self.broadcast(torch.initial_seed() % 2**62)
+            self._random = StepRandomness(derive_seed(seed, here.data, here.pipeline), self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: Any) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+
+    def _hook_precision(self) -> None:
+        """Clipping goes by one norm over all axes, whoever calls it."""
+        plugin: Any = self.precision_plugin
+        plugin.clip_grad_by_norm = self._clip_by_norm
+        plugin.clip_grad_by_value = self._clip_by_value
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        parameters = list(self.precision_plugin.main_params(optimizer))
+        copies = self._pipeline.copies() if self._pipeline is not None else {}
+        clip_grad_norm(parameters, float(clip_val), mesh=self._mesh, copies=copies)
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_grad_value(self.precision_plugin.main_params(optimizer), float(clip_val))
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        same_worker_seeds(dataloader, self.coordinate.data)
+        return make_peekable(dataloader) if self.layout.pipeline_parallel_size > 1 else dataloader
+
+    @override
+    def on_train_start(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.restore_loader_states()
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._new_window:
+            self._clock.clear()
+            self._new_window = False
+        with self.precision_plugin.train_step_context(), self._step_randomness():
+            if self._pipeline is not None:
+                return self._pipeline.step.train(*args, **kwargs)
+            with self._clock.mark("F", 0, 0):
+                return self._inside("training_step", *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._evaluate("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._evaluate("test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._evaluate("predict_step", *args, **kwargs)
+
+    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        with self._step_randomness():
+            if self._pipeline is not None:
+                output = self._pipeline.step.evaluate(name, *args, **kwargs)
+            else:
+                output = self._inside(name, *args, **kwargs)
+        reshard(self.lightning_module)  # no backward comes that would do it
+        return output
+
+    def _inside(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.lightning_module
+        return call_inside(module, lambda: getattr(module, name)(*args, **kwargs))
+
+    @contextmanager
+    def _step_randomness(self) -> Generator[None, None, None]:
+        if self._random is None:
+            yield
+        else:
+            with self._random.active():
+                yield
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self._pipeline is not None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        with self._clock.mark("B", 0, 0):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        ended: list[Any] = []
+
+        def timed() -> Any:
+            result = closure()
+            ended[:] = [self._clock.now()]
+            return result
+
+        result = super().optimizer_step(optimizer, timed, model, **kwargs)
+        if ended:
+            self._clock.add("OPTIMIZER", -1, -1, ended[0], self._clock.now())
+        self._new_window = True
+        return result
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        module: Any = self.lightning_module
+        if self._pipeline is not None:  # the schedule reduces once a batch by itself
+            yield
+            return
+        set_gradient_sync(module, False)
+        try:
+            yield
+        finally:
+            set_gradient_sync(module, True)
+
+    # ---- collectives ----------------------------------------------------------------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if _distributed_is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        carrier = [obj]
+        dist.broadcast_object_list(carrier, src)
+        return carrier[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data axis unless a group is given: other axes hold the same samples."""
+        if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
+            return tensor
+        return _sync_ddp_if_available(tensor, self._data_group(group), reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the data axis unless a group is given; the result has one entry per data rank."""
+        if not _distributed_is_initialized():
+            return tensor
+        return _all_gather_ddp_if_available(tensor, group=self._data_group(group), sync_grads=sync_grads)
+
+    def _data_group(self, group: Any) -> Any:
+        return self.device_mesh["data_parallel"].get_group() if group is None else group
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide over the whole world, whatever axis values are reduced over."""
+        if not _distributed_is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == dist.get_world_size()) if all else bool(votes > 0)
+
+    @override
+    def teardown(self) -> None:
+        if self.lightning_module is not None:
+            reshard(self.lightning_module)
+        super().teardown()
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        name = "Data x tensor x pipeline parallelism with sharding"
+        strategy_registry.register("hybrid3d", cls, description=name)
+        strategy_registry.register("hybrid3d_fork", cls, description=f"{name}, started by fork", start_method="fork")
