@@ -38,6 +38,7 @@ __all__ = [
     "Training",
     "fingerprint_module",
     "fingerprint_parameters",
+    "is_id",
     "new_id",
     "now",
 ]
@@ -59,7 +60,7 @@ class Fingerprint:
     model_class: str
     """Name of the module's class."""
     num_parameters: int
-    """Elements of all parameters, shared ones once."""
+    """Elements of all parameters, shared ones once. 0 if they do not exist yet: such a model matches none."""
     hash: str
     """First 16 hexadecimal digits of the SHA-256 over the sorted names and shapes."""
     dtype: str = "unknown"
@@ -204,7 +205,7 @@ class Entry:
     revision: int = REVISION
 
     def __post_init__(self) -> None:
-        if not _ID.fullmatch(self.id):
+        if not is_id(self.id):
             raise ArchiveError(
                 f"{self.id!r} cannot be the id of an entry: use up to 200 letters, digits, '.', '_' and '-',"
                 " beginning with a letter or digit."
@@ -244,6 +245,11 @@ class Entry:
             )
         newer = type(revision) is int and revision > REVISION
         return from_plain(cls, document, where="entry", ignore_unknown=newer)
+
+
+def is_id(text: str) -> bool:
+    """Whether a text can be the id of an entry, and so a file name on any system."""
+    return _ID.fullmatch(text) is not None
 
 
 def now() -> str:

@@ -72,7 +72,7 @@ def best_entry(
     def nearness(candidate: tuple[Entry, Layout]) -> tuple[bool, float, float, float, str, str]:
         entry, _ = candidate
         return (
-            entry.model.hash == fingerprint.hash,
+            _same_model(entry.model, fingerprint),
             -_ratio(entry.hardware.num_devices, num_devices),
             -_ratio(entry.model.num_parameters, fingerprint.num_parameters),
             _rate(entry, by_tokens) / entry.hardware.num_devices,
@@ -112,7 +112,7 @@ def failed_degrees(entries: Iterable[Entry], fingerprint: Fingerprint, hardware:
     latest: dict[Layout, Entry] = {}
     for entry in sorted(entries, key=lambda entry: (entry.updated, entry.id)):
         known = entry.result.is_good or entry.result.is_failure
-        if known and entry.model.hash == fingerprint.hash and _same_hardware(entry.hardware, hardware):
+        if known and _same_model(entry.model, fingerprint) and _same_hardware(entry.hardware, hardware):
             latest[entry.degrees] = entry
     return {degrees: entry for degrees, entry in latest.items() if entry.result.is_failure}
 
@@ -144,7 +144,7 @@ def find_baseline(
         for entry in entries
         if entry.result.is_good
         and entry.hardware.num_devices == 1
-        and entry.model.hash == fingerprint.hash
+        and _same_model(entry.model, fingerprint)
         and _same_hardware(entry.hardware, hardware)
     ]
     return max(single, key=preference, default=None)
@@ -154,16 +154,20 @@ def _same_hardware(one: Hardware, other: Hardware) -> bool:
     return (one.device, one.kind) == (other.device, other.kind)
 
 
+def _same_model(one: Fingerprint, other: Fingerprint) -> bool:
+    return one.hash == other.hash and one.num_parameters > 0
+
+
 def _similar(one: Fingerprint, other: Fingerprint) -> bool:
-    if one.hash == other.hash:
+    if _same_model(one, other):
         return True
     return one.model_class == other.model_class and _ratio(one.num_parameters, other.num_parameters) <= SIMILAR_SIZE
 
 
 def _ratio(one: int, other: int) -> float:
-    """How many times the larger is the smaller: 1 for equal numbers."""
+    """How many times the larger is the smaller: 1 for equal numbers, infinite where one is 0."""
     small, large = sorted((one, other))
-    return 1.0 if small == large else large / small if small > 0 else math.inf
+    return large / small if small > 0 else math.inf
 
 
 def _rate(entry: Entry, by_tokens: bool) -> float:
@@ -171,7 +175,7 @@ def _rate(entry: Entry, by_tokens: bool) -> float:
 
 
 def _reason(entry: Entry, degrees: Layout, fingerprint: Fingerprint, *, num_known: int, by_tokens: bool) -> str:
-    same = entry.model.hash == fingerprint.hash
+    same = _same_model(entry.model, fingerprint)
     model = "the same model" if same else f"a similar {entry.model.model_class}"
     text = (
         f"starting from archive entry {entry.id}: {model} ({entry.model.num_parameters:,} parameters) ran with"

@@ -19,7 +19,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_hybrid.archive.entry import Entry
+from lightning_hybrid.archive.entry import Entry, is_id
 from lightning_hybrid.errors import ArchiveError
 
 __all__ = ["Archive"]
@@ -95,19 +95,20 @@ class Archive:
         Raises:
             ArchiveError: if there is none, or several, or its document is broken.
         """
-        names = [name for name, _, _ in self._documents()]
-        ids = [name.rsplit("/", 1)[-1].removesuffix(".json") for name in names]
-        found = [i for i in ids if i == entry_id] or [i for i in ids if entry_id and i.startswith(entry_id)]
-        if len(found) != 1:
-            what = (
-                f"{len(found)} of its {len(ids)} entries begin" if found else f"none of its {len(ids)} entries begins"
-            )
-            raise ArchiveError(f"archive {self}: {what} with {entry_id!r}; give the whole id of one of them.")
-        name = self.file_of(found[0])
         try:
-            return self._read(name)
+            return self._read(self.file_of(self._whole_id(entry_id)))
         except (ArchiveError, FileNotFoundError) as error:
-            raise ArchiveError(f"archive entry {name} cannot be used: {error}") from error
+            raise ArchiveError(f"archive {self}, entry {entry_id!r}: {error}") from error
+
+    def _whole_id(self, beginning: str) -> str:
+        if is_id(beginning) and self._fs.exists(self.file_of(beginning)):
+            return beginning  # without listing a folder that may be long
+        ids = [name.rsplit("/", 1)[-1].removesuffix(".json") for name, _, _ in self._documents()]
+        found = [name for name in ids if beginning and name.startswith(beginning)]
+        if len(found) != 1:
+            what = f"{len(found)} of the {len(ids)} ids begin" if found else f"none of the {len(ids)} ids begins"
+            raise ArchiveError(f"{what} so; give the whole id of one of them")
+        return found[0]
 
     def write(self, entry: Entry) -> str:
         """Write an entry, or replace it by its newer state, and return its path once it is there for every reader.

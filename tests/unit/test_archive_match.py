@@ -111,6 +111,12 @@ def test_rescale(before: tuple[int, ...], num_devices: int, after: tuple[int, ..
     assert rescale(layout(*before), num_devices) == (after and layout(*after))
 
 
+def test_models_whose_parameters_do_not_exist_yet_match_nothing() -> None:
+    empty = dataclasses.replace(GPT, num_parameters=0, hash="e3b0c44298fc1c14")
+    assert best_entry([make_entry("a", model=empty)], empty, H200, 8) is None
+    assert find_baseline([make_entry("a", (1, 1, 1), model=empty)], empty, H200) is None
+
+
 def test_accept_has_the_last_word() -> None:
     entries = [make_entry("a", (2, 2, 2), rate=99), make_entry("b", (4, 1, 2))]
     match = best_entry(entries, GPT, H200, 8, accept=lambda degrees: degrees.tensor_parallel_size == 1)
