@@ -130,6 +130,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout:
         RankError: if that rank died, or its exception cannot be pickled.
         RankTimeoutError: if ranks still run after ``timeout`` seconds; all are killed, the text shows where they stood.
     """
+    __tracebackhide__ = True  # pytest shows the test and the rank, not what lies between
     port, end = free_port(), time.monotonic() + timeout
     ranks: list[Rank] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -173,15 +174,14 @@ def wait_for_exit(ranks: list[Rank], seconds: float = 5.0) -> None:
 
 def raise_first_failure(ranks: list[Rank], timeout: float) -> None:
     """Raise what failed first in time, else a timeout, else nothing."""
+    __tracebackhide__ = True
     running = [rank for rank in ranks if rank.report is None]
     for rank in running:
         rank.dump_stacks()
     if running:
         time.sleep(0.3)  # the signal handler writes all stacks in a few milliseconds
     stacks = "".join(f"\n--- rank {rank.rank} was still running ---\n{rank.read_stacks()}\n" for rank in running)
-    failures = sorted(
-        (rank for rank in ranks if rank.failed), key=lambda rank: rank.report.time if rank.report else 0.0
-    )
+    failures = sorted((rank for rank in ranks if rank.failed), key=lambda rank: rank.ended)
     if not failures:
         if running:
             names = ", ".join(str(rank.rank) for rank in running)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid import Hybrid3DStrategy
 
 WIDTH = 32
+TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
 class Block(nn.Module):
@@ -55,7 +56,7 @@ def train(rank: int, degrees: dict[str, int], num_devices: int, folder: str) -> 
     trainer = lightning.Trainer(
         accelerator="gpu",
         devices=num_devices,
-        strategy=Hybrid3DStrategy(**degrees),
+        strategy=Hybrid3DStrategy(**degrees, tp_plan=TP_PLAN, archive=None),
         max_steps=20,
         logger=False,
         enable_checkpointing=False,
