@@ -23,7 +23,7 @@ from lightning_hybrid.pipeline.partition import partition_blocks
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.schedule import ScheduleSpec
 from lightning_hybrid.pipeline.stage import Cut
-from lightning_hybrid.sharding import apply_sharding
+from lightning_hybrid.sharding import ShardedRoot, apply_sharding
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, build_tp_plan
 
@@ -61,6 +61,7 @@ class Part:
     cut: Cut | None
     facts: StepFacts | None
     stages: StageMap | None
+    root: ShardedRoot | None
 
 
 def parallelize(
@@ -89,10 +90,10 @@ def parallelize(
     if any(isinstance(p, DTensor) for p in module.parameters()):
         _leave_to_user(layout)
         module.to(device)
-        return Part(plan=build_tp_plan(nn.Module(), None, 1), cut=None, facts=None, stages=None)
+        return Part(plan=build_tp_plan(nn.Module(), None, 1), cut=None, facts=None, stages=None, root=None)
     synchronise(module, device)
     plan = build_tp_plan(module, tp_plan, layout.tensor_parallel_size)
-    cut, facts, stages = None, None, None
+    cut, facts, stages, root = None, None, None, None
     if layout.pipeline_parallel_size > 1:
         cut = Cut(module, list_blocks(module, blocks))
         facts = probe(cut)
@@ -108,8 +109,8 @@ def parallelize(
     if (shard_mesh := data_mesh(mesh)) is not None:
         names = list(stages.blocks) if stages is not None else _units(module, blocks)
         reshard = layout.pipeline_parallel_size == 1 if reshard_after_forward is None else reshard_after_forward
-        apply_sharding(module, [module.get_submodule(name) for name in names], shard_mesh, reshard=reshard)
-    return Part(plan=plan, cut=cut, facts=facts, stages=stages)
+        root = apply_sharding(module, [module.get_submodule(name) for name in names], shard_mesh, reshard=reshard)
+    return Part(plan=plan, cut=cut, facts=facts, stages=stages, root=root)
 
 
 def synchronise(module: nn.Module, device: torch.device) -> None:

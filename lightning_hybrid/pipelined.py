@@ -17,7 +17,7 @@ from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine, read_loss
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.schedule import Action, ScheduleSpec
 from lightning_hybrid.pipeline.step import PipelineRank, StepInputs
-from lightning_hybrid.sharding import reduce_gradients, set_gradient_sync
+from lightning_hybrid.sharding import ShardedRoot, reduce_gradients, set_gradient_sync
 
 __all__ = ["PipelinedStep"]
 
@@ -31,6 +31,7 @@ class PipelinedStep:
         self,
         *,
         module: Any,
+        root: ShardedRoot | None,
         rank: PipelineRank,
         spec: ScheduleSpec,
         num_microbatches: int,
@@ -40,7 +41,7 @@ class PipelinedStep:
         sync_tied: Callable[[], None],
     ) -> None:
         """``probe(name, microbatch, rest)`` learns the facts of a kind of step the first time it runs."""
-        self._module, self._rank, self._spec = module, rank, spec
+        self._module, self._root, self._rank, self._spec = module, root, rank, spec
         self.num_microbatches, self._stages_per_rank = num_microbatches, stages_per_rank
         self._device, self._probe, self._sync_tied = device, probe, sync_tied
         self.facts: dict[str, StepFacts] = {}
@@ -70,13 +71,13 @@ class PipelinedStep:
             on_outputs=lambda outputs, losses: self._report(recorder, outputs, losses),
         )
         self._ledger.open()
-        set_gradient_sync(self._module, False)
+        set_gradient_sync(self._root, False)
         self._metrics.before()
         self._message: dict[str, Any] | None = None
         self._rank.run(self._actions(len(parts)), inputs)
         message = self._received()
         with self._rank.clock.mark("REDUCE"):
-            reduce_gradients(self._module, message["scale"])
+            reduce_gradients(self._module, self._root, message["scale"])
             self._sync_tied()
         self._rank.flush()
         self._ledger.close()

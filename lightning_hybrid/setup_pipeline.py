@@ -70,17 +70,18 @@ class PipelineSetup:
             num_stages=strategy.num_stages,
             channels=Channels(group, by_schedule, strategy.num_stages),
             clock=clock,
-            inside=lambda function: call_inside(self._module, function),
+            inside=lambda function: call_inside(part.root, function),
         )
         self._find_tied(part, by_schedule)
         self.step = PipelinedStep(
             module=self._module,
+            root=part.root,
             rank=rank,
             spec=spec,
             num_microbatches=self.num_microbatches,
             stages_per_rank=strategy._stages_per_rank,
             device=strategy.root_device,
-            probe=self._probe,
+            probe=lambda name, batch, rest: call_inside(part.root, lambda: self._probe(name, batch, rest)),
             sync_tied=self._sync_tied,
         )
         self.step.facts.update(self._facts)

@@ -1,8 +1,8 @@
 """Sharding of parameters, gradients and optimizer state over the data axis, by torch's ``fully_shard``.
 
-[Note: the module that a step runs in]
-The root unit is the LightningModule itself: it holds what no block holds. Its hooks want to see a call, but a step is
-a method; so the step runs inside of the module's ``__call__`` with ``forward`` replaced for that call.
+[Note: the root that a step runs in]
+The root unit holds what no block holds. Its hooks want to see a call of a module, but a step is a method that may call
+anything. So the root is a module of its own around the LightningModule, and a step runs inside of the root's call.
 """
 
 from __future__ import annotations
@@ -15,14 +15,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-__all__ = ["apply_sharding", "call_inside", "reduce_gradients", "reshard", "set_gradient_sync"]
+__all__ = ["ShardedRoot", "apply_sharding", "call_inside", "reduce_gradients", "reshard", "set_gradient_sync"]
 
 
-def apply_sharding(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, *, reshard: bool) -> None:
-    """Shard ``module`` over ``mesh``, each block a unit of its own and the rest one unit.
+class ShardedRoot(nn.Module):
+    """Holds the module whose parameters are sharded; see the note above."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[[], Any]) -> Any:
+        """Run ``function`` while the root unit's parameters are gathered."""
+        return function()
+
+
+def apply_sharding(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, *, reshard: bool) -> ShardedRoot:
+    """Shard ``module`` over ``mesh``, each block a unit of its own and the rest one unit. Returns the root.
 
     Args:
-        module: The root; changed in place.
+        module: Changed in place.
         blocks: Units that are gathered and freed by themselves.
         mesh: 1-D to shard, or 2-D ``(replicate, shard)``.
         reshard: Whether a block's gathered parameters are freed after its forward (ZeRO-3) or kept until after its
@@ -32,7 +44,9 @@ def apply_sharding(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceM
     for block in blocks:
         if any(True for _ in block.parameters()) and not any(id(p) in tied for p in block.parameters()):
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    root = ShardedRoot(module)
+    fully_shard(root, mesh=mesh, reshard_after_forward=False)
+    return root
 
 
 def _shared_parameters(module: nn.Module) -> set[int]:
@@ -44,62 +58,43 @@ def _shared_parameters(module: nn.Module) -> set[int]:
     return {key for key, count in owners.items() if count > 1}
 
 
-def call_inside(module: nn.Module, function: Callable[[], Any]) -> Any:
-    """Run ``function`` as the forward of ``module``, with all its hooks (see the note above)."""
-    if not isinstance(module, FSDPModule):
-        return function()
-    original = module.__dict__.get("forward")
-
-    def forward() -> Any:
-        _restore(module, original)  # the step may want to call the real forward
-        return function()
-
-    module.forward = forward
-    try:
-        return module()
-    finally:
-        _restore(module, original)
+def call_inside(root: ShardedRoot | None, function: Callable[[], Any]) -> Any:
+    """Run ``function`` inside of the root's call; without sharding there is no root."""
+    return function() if root is None else root(function)
 
 
-def reshard(module: nn.Module) -> None:
+def reshard(root: ShardedRoot | None) -> None:
     """Free gathered parameters, so that what the module holds are its shards again."""
-    for part in module.modules():
+    for part in root.modules() if root is not None else ():
         if isinstance(part, FSDPModule):
             part.reshard()
 
 
-def _restore(module: nn.Module, forward: Any) -> None:
-    if forward is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.forward = forward
-
-
-def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
+def set_gradient_sync(root: ShardedRoot | None, enabled: bool) -> None:
     """Say whether backwards reduce gradients over the data axis, or only accumulate them on each rank."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(enabled)
-        module.set_is_last_backward(enabled)
-        module.set_reshard_after_backward(enabled)
+    if isinstance(root, FSDPModule):
+        root.set_requires_gradient_sync(enabled)
+        root.set_is_last_backward(enabled)
+        root.set_reshard_after_backward(enabled)
 
 
-def reduce_gradients(module: nn.Module, scale: float) -> None:
+def reduce_gradients(module: nn.Module, root: ShardedRoot | None, scale: float) -> None:
     """Scale the gradients that backwards without synchronisation have accumulated, then reduce them over the data axis.
 
     The scale is applied first, because it may differ between data ranks.
     """
-    if not isinstance(module, FSDPModule):
+    if root is None:
         _scale([p.grad for p in module.parameters()], scale)
         return
-    set_gradient_sync(module, True)
-    root = fully_shard.state(module)  # type: ignore[attr-defined]
-    for state in root._state_ctx.all_states:
+    set_gradient_sync(root, True)
+    root_state = fully_shard.state(root)  # type: ignore[attr-defined]
+    for state in root_state._state_ctx.all_states:
         for group in state._fsdp_param_groups:
             for param in group.fsdp_params:
                 unsharded = getattr(param, "_unsharded_param", None)
                 _scale([param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad], scale)
             group.post_backward()
-    root._root_post_backward_final_callback()
+    root_state._root_post_backward_final_callback()
 
 
 def _scale(gradients: Iterable[Tensor | None], scale: float) -> None:

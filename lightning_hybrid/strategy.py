@@ -43,7 +43,7 @@ from lightning_hybrid.pipeline.schedule import Table, find_schedule
 from lightning_hybrid.pipeline.timeline import Mark
 from lightning_hybrid.randomness import StepRandomness, derive_seed, same_random_state
 from lightning_hybrid.setup_pipeline import PipelineSetup
-from lightning_hybrid.sharding import call_inside, reshard, set_gradient_sync
+from lightning_hybrid.sharding import ShardedRoot, call_inside, reshard, set_gradient_sync
 
 __all__ = ["Hybrid3DStrategy"]
 
@@ -134,7 +134,7 @@ class Hybrid3DStrategy(ParallelStrategy):
         self._pipeline: PipelineSetup | None = None
         self._random: StepRandomness | None = None
         self._clock = Clock(torch.device("cpu"))
-        self._new_window = True
+        self._new_window, self._failed = True, False
         self.started_from: str | None = None
         self.num_nodes = 1
 
@@ -393,6 +393,8 @@ class Hybrid3DStrategy(ParallelStrategy):
 
     @override
     def model_to_device(self) -> None:
+        if self._root is not None:  # sharded parameters move by their own rules
+            self._root.to(self.root_device)
         assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
 
@@ -440,12 +442,16 @@ class Hybrid3DStrategy(ParallelStrategy):
                 output = self._pipeline.step.evaluate(name, *args, **kwargs)
             else:
                 output = self._inside(name, *args, **kwargs)
-        reshard(self.lightning_module)  # no backward comes that would do it
+        reshard(self._root)  # no backward comes that would do it
         return output
 
     def _inside(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
-        return call_inside(module, lambda: getattr(module, name)(*args, **kwargs))
+        return call_inside(self._root, lambda: getattr(module, name)(*args, **kwargs))
+
+    @property
+    def _root(self) -> ShardedRoot | None:
+        return self._part.root if self._part is not None else None
 
     @contextmanager
     def _step_randomness(self) -> Generator[None, None, None]:
@@ -482,15 +488,14 @@ class Hybrid3DStrategy(ParallelStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        module: Any = self.lightning_module
         if self._pipeline is not None:  # the schedule reduces once a batch by itself
             yield
             return
-        set_gradient_sync(module, False)
+        set_gradient_sync(self._root, False)
         try:
             yield
         finally:
-            set_gradient_sync(module, True)
+            set_gradient_sync(self._root, True)
 
     # ---- collectives ----------------------------------------------------------------------------------------------
 
@@ -534,9 +539,14 @@ class Hybrid3DStrategy(ParallelStrategy):
         return bool(votes == dist.get_world_size()) if all else bool(votes > 0)
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+
+    @override
     def teardown(self) -> None:
-        if self.lightning_module is not None:
-            reshard(self.lightning_module)
+        if self._failed:  # a half-run step leaves gathered parameters; moving them would bury the first error
+            return
+        reshard(self._root)
         super().teardown()
 
     # ---- state ----------------------------------------------------------------------------------------------------

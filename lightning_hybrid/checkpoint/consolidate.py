@@ -77,8 +77,7 @@ class StateKeys:
             else:
                 canonical[name] = name
         twin = {
-            name: nn.Parameter(torch.empty_like(parameters[name], device="meta"), parameters[name].requires_grad)
-            for name in order
+            name: nn.Parameter(_weightless(p), requires_grad=p.requires_grad) for name, p in module.named_parameters()
         }
         return cls(
             all_keys=tuple(module.state_dict()),
@@ -91,25 +90,47 @@ class StateKeys:
     @contextmanager
     def completed(self, module: nn.Module) -> Iterator[None]:
         """Let the module have all its parameters for a while: see the note at the top of this file."""
-        added = []
+        added: list[tuple[nn.Module, str, Any]] = []
         for name, twin in self.twins.items():
             path, _, attribute = name.rpartition(".")
-            parameters = module.get_submodule(path)._parameters
-            if attribute not in parameters:
-                parameters[attribute] = twin
-                added.append((parameters, attribute))
+            part = module.get_submodule(path)
+            if attribute not in part._parameters:
+                added.append((part, attribute, part.__dict__.pop(attribute, None)))  # a stand-in for forwards
+                part._parameters[attribute] = twin
         try:
             yield
         finally:
-            for parameters, attribute in added:
-                del parameters[attribute]
+            for part, attribute, stand_in in added:
+                del part._parameters[attribute]
+                if stand_in is not None:
+                    part.__dict__[attribute] = stand_in
+
+    def release(self, optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
+        """Take what other stages hold out of an optimizer that was configured on the completed module.
+
+        So ``configure_optimizers`` may name any parameter of the model, and every stage has the same groups (some of
+        them empty). Settings, and the state of what stays, are not touched.
+
+        Returns:
+            The canonical names of each group as one process has them, in the user's own order: what
+            :func:`gather_optimizer_state` and :func:`scatter_optimizer_state` take as ``order``.
+        """
+        twins = {id(twin): self.canonical[name] for name, twin in self.twins.items()}
+        with self.completed(module):
+            names = _names(optimizer, module, self)
+        for group in optimizer.param_groups:
+            for twin in [p for p in group["params"] if id(p) in twins]:
+                optimizer.state.pop(twin, None)
+            group["params"][:] = [p for p in group["params"] if id(p) not in twins]
+        return names
 
 
 def gather_model_state(module: nn.Module, keys: StateKeys, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Return the whole module's state dict on rank 0 and ``{}`` on the others. A collective over the world.
+    """Return the whole module's state dict. A collective over the world.
 
-    Tensors are plain, on the CPU, and tied ones are one object, as in one process. Buffers and extra state come from
-    the stage that owns them, from its lowest rank.
+    On rank 0 tensors are plain, on the CPU, and tied ones are one object, as in one process; buffers and extra state
+    come from the stage that owns them, from its lowest rank. On the other ranks there are the same keys, with tensors
+    on the meta device: enough for an ``on_save_checkpoint`` that picks or renames keys.
 
     Raises:
         CheckpointError: on every rank, if a tensor is held by no stage or cannot be put together.
@@ -122,15 +143,19 @@ def gather_model_state(module: nn.Module, keys: StateKeys, mesh: DeviceMesh | No
         if (key in keys.owned or key not in keys.canonical) and not (isinstance(value, Tensor) and value.is_meta):
             entries.setdefault(keys.canonical.get(key, key), value)
     found = collect(entries, _device(mesh))
-    if not _is_first():
-        return {}
     wanted = [key for key in keys.all_keys if key in state] + [key for key in state if key not in keys.all_keys]
+    if not _is_first():
+        return OrderedDict((key, _weightless(state[key])) for key in wanted)
     missing = [key for key in wanted if keys.canonical.get(key, key) not in found]
     if missing:
         raise CheckpointError(f"No pipeline stage contributes {missing} to the checkpoint.")
     whole: OrderedDict[str, Any] = OrderedDict((key, found[keys.canonical.get(key, key)]) for key in wanted)
     whole._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]  # torch's versions of modules
     return whole
+
+
+def _weightless(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
 
 def scatter_model_state(
@@ -172,13 +197,25 @@ def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
 
 
 def gather_optimizer_state(
-    optimizer: Optimizer, module: nn.Module, keys: StateKeys, mesh: DeviceMesh | None
+    optimizer: Optimizer,
+    module: nn.Module,
+    keys: StateKeys,
+    mesh: DeviceMesh | None,
+    order: Sequence[Sequence[str]] = (),
 ) -> dict[str, Any]:
     """Return the optimizer's state as one process would have it, on rank 0; ``{}`` elsewhere. A collective.
 
     ``state`` is by integer and ``param_groups`` lists integers, so any ``Optimizer.load_state_dict`` takes it. The
     names stand beside them, in ``"param_names"`` (a list per group), which torch passes over. (Names inside of a group
     would load as well, but a later ``add_param_group`` without names is then refused.)
+
+    Args:
+        optimizer: this rank's.
+        module: this rank's part.
+        keys: of this module.
+        mesh: with the axis ``pipeline_parallel``; ``None`` for one process.
+        order: names of each group as one process has them, from :meth:`StateKeys.release`. For groups without, stages
+            are joined in the order of the module's parameters.
 
     Raises:
         CheckpointError: on every rank, if state of a split parameter has a shape of its own (and is not a DTensor), or
@@ -187,7 +224,7 @@ def gather_optimizer_state(
     _reshard(module)
     state = optimizer.state_dict()
     names = _names(optimizer, module, keys)
-    whole = _names_of_all_stages(names, keys, mesh)
+    whole = _names_of_all_stages(names, keys, mesh, order)
     flat = [name for group in names for name in group]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     entries: dict[Any, Any] = {}
@@ -235,20 +272,26 @@ def _whole_group(
 
 
 def scatter_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], module: nn.Module, keys: StateKeys, mesh: DeviceMesh | None
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    module: nn.Module,
+    keys: StateKeys,
+    mesh: DeviceMesh | None,
+    order: Sequence[Sequence[str]] = (),
 ) -> None:
     """Load a whole optimizer's state into this rank's optimizer: state of what it holds, settings of all groups.
 
-    Parameters are found by name where the file's names are this model's, else by their place in the merged order of
-    all stages. Tensors of a parameter's shape are cut as the parameter is; others stay whole on every rank. Names are
-    exchanged over the pipeline axis; tensors are not.
+    Parameters are found by name where the file's names are this model's, else by their place in one process's
+    optimizer, as torch finds them (``order``, see :func:`gather_optimizer_state`). Tensors of a parameter's shape are
+    cut as the parameter is; others stay whole on every rank. Names are exchanged over the pipeline axis; tensors are
+    not.
 
     Raises:
         CheckpointError: on every rank alike, if the number of groups, or of parameters in a group, differs.
     """
     _reshard(module)
     names = _names(optimizer, module, keys)
-    position = _positions(state, _names_of_all_stages(names, keys, mesh))
+    position = _positions(state, _names_of_all_stages(names, keys, mesh, order))
     local: dict[str, Any] = {"state": {k: v for k, v in state["state"].items() if not isinstance(k, int)}}
     local["param_groups"] = []
     index = 0
@@ -302,8 +345,10 @@ def _names(optimizer: Optimizer, module: nn.Module, keys: StateKeys) -> list[lis
     return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _names_of_all_stages(names: list[list[str]], keys: StateKeys, mesh: DeviceMesh | None) -> list[list[str]]:
-    """The groups as the whole module's optimizer has them: stages joined by group, in the order of parameters."""
+def _names_of_all_stages(
+    names: list[list[str]], keys: StateKeys, mesh: DeviceMesh | None, order: Sequence[Sequence[str]]
+) -> list[list[str]]:
+    """The groups as the whole module's optimizer has them: stages joined by group. Exchanges names between stages."""
     axis = None if mesh is None or not dist.is_initialized() else mesh["pipeline_parallel"]
     if axis is None or axis.size() == 1:
         return names
@@ -314,20 +359,10 @@ def _names_of_all_stages(names: list[list[str]], keys: StateKeys, mesh: DeviceMe
             f"The pipeline stages' optimizers have {[len(stage) for stage in stages]} parameter groups; configure the"
             " same groups on every stage (empty ones included)."
         )
-    return [_join(groups, keys) for groups in zip(*stages, strict=True)]
-
-
-def _join(stages: Sequence[list[str]], keys: StateKeys) -> list[str]:
+    known = {frozenset(group): list(group) for group in order}
     place = {name: i for i, name in enumerate(keys.parameter_order)}
-    joined = sorted({name for stage in stages for name in stage}, key=place.__getitem__)
-    for order in (joined, joined[::-1]):
-        if all(stage == [name for name in order if name in set(stage)] for stage in stages):
-            return order
-    logger.warning(
-        "An optimizer's parameters are neither in the module's order nor in its reverse; the checkpoint stores them by"
-        " name in the module's order, and a plain Trainer, which goes by position, may not resume from it."
-    )
-    return joined
+    joined = [frozenset(name for stage in groups for name in stage) for groups in zip(*stages, strict=True)]
+    return [known.get(group) or sorted(group, key=place.__getitem__) for group in joined]
 
 
 def _reshard(module: nn.Module) -> None:

@@ -27,12 +27,14 @@ __all__ = [
     "spans_of_marks",
 ]
 
-#: Parts that are exposed communication, by mesh axis; "unknown" are collectives over groups that are no axis.
+#: Parts that are exposed communication, by mesh axis; "world" are exchanges of all ranks (the global norm of gradients),
+#: "unknown" are collectives that nothing explains.
 COMMUNICATION = (
     "communication_tensor",
     "communication_data_shard",
     "communication_data_replicate",
     "communication_pipeline",
+    "communication_world",
     "communication_unknown",
 )
 #: Parts of a step; an instant that several spans cover counts for the first of them.
@@ -189,8 +191,9 @@ def spans_of_marks(
 
     Actions compute. ``WAIT_F`` and ``WAIT_B`` are split at the end of the action they waited for. ``SEND`` is a bubble
     while a neighbouring stage computes (it takes the message when it is done), else pipeline communication. ``SYNC``
-    (an exchange of all stages, as for the global norm; it may lie inside of ``OPTIMIZER``) and the time before the rank's first and after its last mark of
-    the pipeline are a bubble while any other stage of the pipeline still computes.
+    (an exchange of all ranks, as for the global norm; it may lie inside of ``OPTIMIZER``) is a bubble while another
+    stage still computes, else ``communication_world``. The time before the rank's first and after its last action is a
+    bubble while another stage computes.
 
     Args:
         marks: the rank's own marks of one batch (one run of the schedule).
@@ -214,7 +217,7 @@ def spans_of_marks(
         elif mark.kind == "SEND":
             spans += _split_by_work(mark.start, mark.end, near, rest="communication_pipeline")
         elif mark.kind == "SYNC":
-            spans += _split_by_work(mark.start, mark.end, others, rest="communication_pipeline")
+            spans += _split_by_work(mark.start, mark.end, others, rest="communication_world")
         elif mark.kind == "REDUCE":
             spans.append(Span(reduce_part, mark.start, mark.end))
         elif mark.kind == "OPTIMIZER":

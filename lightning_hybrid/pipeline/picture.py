@@ -83,13 +83,17 @@ def draw_timeline(
         axes.set_xlim(0, longest * unit * 1.005)
         used |= _draw_panel(axes, timeline, unit, pixels_per_second=width * 0.92 * 100 / (longest * 1.005))
         start, end = window(timeline)
-        text = f"{caption}: {(end - start) * unit:.3g} {name}, {idle_share(timeline):.1%} of it idle (bubble)"
+        text = f"{caption}: {_digits((end - start) * unit)} {name}, {idle_share(timeline):.1%} of it idle (bubble)"
         axes.set_title(text, loc="left", fontsize=10, color="#333333")
     panels[-1].set_xlabel(f"time since the step's first action ({name})", fontsize=9)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     _draw_legend(figure, used)
     return figure
+
+
+def _digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _extent(timeline: Mapping[int, Sequence[Mark]]) -> tuple[float, float]:
@@ -160,9 +164,7 @@ class _Boxes:
             )
 
 
-def _between_actions(
-    marks: Sequence[Mark], everyone: Iterable[Sequence[Mark]]
-) -> list[tuple[str, float, float]]:
+def _between_actions(marks: Sequence[Mark], everyone: Iterable[Sequence[Mark]]) -> list[tuple[str, float, float]]:
     """Return what a rank did beside its actions, as (kind of box, start, end)."""
     spans = [span for span in spans_of_marks(marks, pipeline=everyone) if span.part not in ("compute", "bubble")]
     return [(_kind_of_box(span), span.start, span.end) for span in spans]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_hybrid.errors import PipelineError
@@ -51,7 +51,7 @@ class Probe:
     """Collects the facts while the step runs. Feed it every intercepted call, then the step's output."""
 
     parameter_names: dict[int, str]
-    """``id(parameter) -> name`` of all parameters."""
+    """``id(parameter) -> name`` of all parameters that are there."""
     order: list[str] = field(default_factory=list)
     _arguments: list[tuple[int, ...]] = field(default_factory=list)
     _uses: list[set[str]] = field(default_factory=lambda: [set()])
@@ -88,11 +88,11 @@ class Probe:
         return self._fresh(name, hole(args, kwargs))
 
     def outside(
-        self, name: str, module: nn.Module, hole: Hole, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, parameters: Iterable[str], hole: Hole, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Note a call of a module outside of the blocks and return a differentiable output."""
+        """Note a call of a module outside of the blocks, which has these parameters; return a differentiable output."""
         self._check(name, tree_leaves((args, kwargs)))
-        self._uses[self._segment] |= {self.parameter_names[id(p)] for p in module.parameters()}
+        self._uses[self._segment].update(parameters)
         self._flops_outside[self._segment] += float(hole.flops(args, kwargs))
         return self._fresh(name, hole(args, kwargs))
 

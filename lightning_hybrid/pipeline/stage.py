@@ -126,15 +126,16 @@ class Cut:
         self.parameter_names = {id(p): name for name, p in module.named_parameters()}
         self._blocks = {name: module.get_submodule(name) for name in blocks}
         self._names: dict[nn.Module, str] = {}
+        self._parameters_of: dict[nn.Module, list[str]] = {}
         self._indices: dict[nn.Module, int] = {}
         self._holes: dict[nn.Module, Hole] = {}
-        self._held: set[int] = set()
         self._probe: Probe | None = None
         self._run: StageRun | None = None
         memory: dict[Any, Any] = {}
         intercepted = {**self._outside(), **self._blocks}
         for name, part in intercepted.items():
             self._names[part] = name
+            self._parameters_of[part] = [self.parameter_names[id(p)] for p in part.parameters()]
             self._holes[part] = Hole(part, {id(module): module}, memory)
         for part in intercepted.values():
             _intercept(part, self._call)
@@ -159,7 +160,7 @@ class Cut:
         frozen = [p for p in self.module.parameters() if not p.requires_grad and p.is_floating_point()]
         for parameter in frozen:
             parameter.requires_grad_(True)
-        self._probe = Probe(parameter_names=self.parameter_names)
+        self._probe = Probe(parameter_names={id(p): name for name, p in self.module.named_parameters()})
         try:
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
                 yield self._probe
@@ -228,7 +229,7 @@ class Cut:
             name, hole = self._names[part], self._holes[part]
             if name in self._blocks:
                 return self._probe.block(name, hole, args, kwargs)
-            return self._probe.outside(name, part, hole, args, kwargs)
+            return self._probe.outside(name, self._parameters_of[part], hole, args, kwargs)
         run = self._run
         if run is None:
             raise PipelineError(
