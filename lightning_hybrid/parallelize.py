@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_hybrid.checkpoint.consolidate import StateKeys
 from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.mesh import data_mesh
@@ -47,6 +48,18 @@ class StageMap:
         """Return the names of the parameters that any of these stages holds."""
         return {name for name, owners in self.stages_of_parameter.items() if set(owners) & set(stages)}
 
+    def owner_of(self, name: str) -> int:
+        """Return the stage that answers for a parameter, buffer or extra state in checkpoints.
+
+        Buffers outside of the blocks belong to the last stage: the code around the blocks runs to its end there.
+        """
+        if name in self.stages_of_parameter:
+            return self.stages_of_parameter[name][0]
+        for stage, blocks in enumerate(self.ranges):
+            if any(name.startswith(f"{self.blocks[i]}.") for i in blocks):
+                return stage
+        return len(self.ranges) - 1
+
     @property
     def tied(self) -> dict[str, tuple[int, ...]]:
         """Parameters that live on more than one stage."""
@@ -62,6 +75,7 @@ class Part:
     facts: StepFacts | None
     stages: StageMap | None
     root: ShardedRoot | None
+    keys: StateKeys
 
 
 def parallelize(
@@ -90,16 +104,20 @@ def parallelize(
     if any(isinstance(p, DTensor) for p in module.parameters()):
         _leave_to_user(layout)
         module.to(device)
-        return Part(plan=build_tp_plan(nn.Module(), None, 1), cut=None, facts=None, stages=None, root=None)
+        keys = StateKeys.of(module, lambda name: True)
+        return Part(plan=build_tp_plan(nn.Module(), None, 1), cut=None, facts=None, stages=None, root=None, keys=keys)
     synchronise(module, device)
     plan = build_tp_plan(module, tp_plan, layout.tensor_parallel_size)
     cut, facts, stages, root = None, None, None, None
+    mine = [0]
     if layout.pipeline_parallel_size > 1:
         cut = Cut(module, list_blocks(module, blocks))
         facts = probe(cut)
         num_stages = layout.pipeline_parallel_size * stages_per_rank
         stages = map_stages(module, cut, facts, num_stages)
         mine = spec.stages_of_rank(schedule_rank, layout.pipeline_parallel_size, stages_per_rank)
+    keys = StateKeys.of(module, lambda name: stages is None or stages.owner_of(name) in mine)
+    if cut is not None and stages is not None:
         cut.hold(stages.parameters_of(mine))
         cut.to(device)
     apply_tensor_parallel(
@@ -110,7 +128,7 @@ def parallelize(
         names = list(stages.blocks) if stages is not None else _units(module, blocks)
         reshard = layout.pipeline_parallel_size == 1 if reshard_after_forward is None else reshard_after_forward
         root = apply_sharding(module, [module.get_submodule(name) for name in names], shard_mesh, reshard=reshard)
-    return Part(plan=plan, cut=cut, facts=facts, stages=stages, root=root)
+    return Part(plan=plan, cut=cut, facts=facts, stages=stages, root=root, keys=keys)
 
 
 def synchronise(module: nn.Module, device: torch.device) -> None:

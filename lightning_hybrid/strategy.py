@@ -29,6 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hybrid.checkpoint.consolidate import (
+    StateKeys,
+    gather_model_state,
+    gather_optimizer_state,
+    scatter_model_state,
+    scatter_optimizer_state,
+)
 from lightning_hybrid.choose import Choice, choose_from_archive
 from lightning_hybrid.clock import Clock
 from lightning_hybrid.data import make_peekable, same_worker_seeds
@@ -37,7 +44,7 @@ from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from lightning_hybrid.launchers import HybridMultiProcessingLauncher
 from lightning_hybrid.layout import Coordinate, Layout, resolve_layout
 from lightning_hybrid.mesh import build_mesh
-from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value
+from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value, disable_foreach_on_mixed_tensors
 from lightning_hybrid.parallelize import Part, parallelize
 from lightning_hybrid.pipeline.schedule import Table, find_schedule
 from lightning_hybrid.pipeline.timeline import Mark
@@ -131,6 +138,7 @@ class Hybrid3DStrategy(ParallelStrategy):
         self._layout: Layout | None = None
         self._part: Part | None = None
         self._module_of_part: Any = None
+        self._group_names: list[list[list[str]]] = []
         self._pipeline: PipelineSetup | None = None
         self._random: StepRandomness | None = None
         self._clock = Clock(torch.device("cpu"))
@@ -233,11 +241,6 @@ class Hybrid3DStrategy(ParallelStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.layout.data_parallel_size, "rank": self.coordinate.data}
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
 
     @override
     def _configure_launcher(self) -> None:
@@ -375,7 +378,12 @@ class Hybrid3DStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: Any) -> None:
         self._reset_optimizers_and_schedulers()
-        super().setup_optimizers(trainer)
+        module: Any = self.lightning_module
+        with self._keys.completed(module):  # configure_optimizers sees every parameter, those of other stages on meta
+            super().setup_optimizers(trainer)
+        self._group_names = [self._keys.release(optimizer, module) for optimizer in self.optimizers]
+        for optimizer in self.optimizers:
+            disable_foreach_on_mixed_tensors(optimizer)
 
     def _hook_precision(self) -> None:
         """Clipping goes by one norm over all axes, whoever calls it."""
@@ -550,6 +558,40 @@ class Hybrid3DStrategy(ParallelStrategy):
         super().teardown()
 
     # ---- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _keys(self) -> StateKeys:
+        assert self._part is not None
+        return self._part.keys
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's state, on rank 0; a collective."""
+        assert self.lightning_module is not None
+        return gather_model_state(self.lightning_module, self._keys, self._mesh)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._part is None or self._module_of_part is not self.lightning_module:  # still whole: setup comes later
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        assert self.lightning_module is not None
+        scatter_model_state(self.lightning_module, checkpoint["state_dict"], self._keys, strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state as one process would have it, on rank 0; a collective."""
+        plain = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds the user's
+        order = self._group_names[self.optimizers.index(plain)]
+        assert self.lightning_module is not None
+        return gather_optimizer_state(plain, self.lightning_module, self._keys, self._mesh, order)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        states = checkpoint["optimizer_states"]
+        for optimizer, state, order in zip(self.optimizers, states, self._group_names, strict=True):
+            scatter_optimizer_state(optimizer, state, self.lightning_module, self._keys, self._mesh, order)
 
     @classmethod
     @override

@@ -62,6 +62,8 @@ def exposed_on_cpu(events: Iterable[Event], thread: int, *, axes: Collection[str
     events = [event for event in events if not event.on_device]
     own = [event for event in events if event.thread == thread]
     calls = [span for span, _ in _calls(own, axes)]
+    if not calls:
+        return []
     starts = [call.start for call in calls]
     moments = sorted({moment for event in own for moment in (event.start, event.end)})
     operators = _without_overlap(Span("compute", e.start, e.end) for e in own if e.name.startswith("aten::"))

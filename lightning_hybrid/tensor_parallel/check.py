@@ -8,10 +8,12 @@ everything behind them) and random hidden states.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +28,7 @@ from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan
 
-__all__ = ["BlockCheck", "check_block", "check_plan"]
+__all__ = ["BlockCheck", "check_block", "check_plan", "record_calls"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ def check_plan(
     seen: set[Any] = set()
     for name, call in calls.items() if mesh.size() > 1 else ():
         part = plan.within(name)
-        kind = (type(module.get_submodule(name)), tuple((e.name, e.style_name) for e in part.entries))
+        kind = (_kind(module.get_submodule(name)), tuple((e.name, e.style_name) for e in part.entries))
         if kind in seen or not part.split:
             continue
         seen.add(kind)
@@ -90,6 +92,54 @@ def check_plan(
         if found.wrong:
             raise ConfigurationError(_differs(name, part, found))
     return plan
+
+
+class _AllSeen(BaseException):
+    """Leaves the step when every kind of block was called. A ``BaseException``: user code must not swallow it."""
+
+
+def record_calls(module: nn.Module, blocks: Sequence[str], step: Callable[[], Any]) -> dict[str, Call]:
+    """Return the arguments of the first call of one block of each kind, for :func:`check_plan`.
+
+    Runs ``step`` up to there: the first block of each kind for real, its like not at all (they hand on that block's
+    output). Parameters, buffers and random states are as before afterwards; other state of user code (a counter) is not.
+    """
+    kinds: dict[Any, list[str]] = {}
+    for name in blocks:
+        kinds.setdefault(_kind(module.get_submodule(name)), []).append(name)
+    calls: dict[str, Call] = {}
+
+    def record(names: list[str], block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls[next(name for name in names if module.get_submodule(name) is block)] = (args, kwargs)
+        if len(calls) == len(kinds):
+            raise _AllSeen
+        for name in names:
+            module.get_submodule(name).__dict__["forward"] = lambda *args, **kwargs: output
+            hooks.pop(name).remove()
+
+    hooks = {
+        name: module.get_submodule(name).register_forward_hook(functools.partial(record, names), with_kwargs=True)
+        for names in kinds.values()
+        for name in names
+    }
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(), contextlib.suppress(_AllSeen):
+            step()
+    finally:
+        for hook in hooks.values():
+            hook.remove()
+        for name in blocks:
+            module.get_submodule(name).__dict__.pop("forward", None)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return calls
+
+
+def _kind(block: nn.Module) -> Any:
+    """Blocks of one kind have equal classes and shapes throughout."""
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+    return type(block).__name__, tuple(type(part).__name__ for part in block.modules()), shapes
 
 
 def check_block(whole: nn.Module, split: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> BlockCheck:
@@ -175,7 +225,7 @@ def _run(block: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
         x.grad = None
     device = inputs[0].device.type if inputs else "cpu"
     with torch.enable_grad(), torch.autocast(device, enabled=False):
-        result = block(*args, **kwargs)
+        result = nn.Module.__call__(block, *args, **kwargs)  # past a __call__ that only cuts stages or recomputes
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
         generator = torch.Generator().manual_seed(2)
         torch.autograd.backward(outputs, [torch.randn(x.shape, generator=generator).to(x) for x in outputs])

@@ -76,9 +76,9 @@ def _gather(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
         x = torch.nn.functional.pad(x, (0, step - x.shape[-1]))
     shares = x.new_empty((num_shares * x.shape[0], *x.shape[1:]))  # gloo insists on this shape
     dist.all_gather_single(shares, x.contiguous(), group=group)
-    return (
-        shares.view(num_shares, *x.shape).movedim(0, -2).reshape(*x.shape[:-1], num_shares * step).narrow(-1, 0, size)
-    )
+    joined = shares.view(num_shares, *x.shape).movedim(0, -2).flatten(-2)
+    # Not a view: users may change outputs (logits) in place, which autograd refuses for a function's view.
+    return joined[..., :size].clone(memory_format=torch.contiguous_format) if joined.shape[-1] > size else joined
 
 
 def _keep(x: Tensor, group: dist.ProcessGroup) -> Tensor:
