@@ -102,7 +102,7 @@ def record_calls(module: nn.Module, blocks: Sequence[str], step: Callable[[], An
     """Return the arguments of the first call of one block of each kind, for :func:`check_plan`.
 
     Runs ``step`` up to there: the first block of each kind for real, its like not at all (they hand on that block's
-    output). Parameters, buffers and random states are as before afterwards; other state of user code (a counter) is not.
+    output). Parameters, buffers and random states are as before afterwards; a counter in user code is not.
     """
     kinds: dict[Any, list[str]] = {}
     for name in blocks:

@@ -215,6 +215,28 @@ def test_dtypes_under_autocast_and_without_gradients_are_those_of_one_process(ru
     run_ranks(2, rank)
 
 
+def test_outputs_may_be_changed_in_place(run_ranks: Ranks) -> None:
+    class InPlace(Holder):
+        def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+            logits = self.model(tokens[:, :-1])
+            logits *= 0.5
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def rank(rank: int) -> float:
+        mesh = start((2,), ("tensor",))
+        whole = InPlace(randomised(Uneven(17, tied=True)))
+        model = copy.deepcopy(whole)
+        apply_tensor_parallel(model, mesh, build_tp_plan(model, UNEVEN_PLAN, 2))
+        for name in ("inner.2", "embedding"):
+            model.model.get_submodule(name).register_forward_hook(lambda m, _, out: out.mul_(1.0))
+        tokens = torch.randint(17, (2, 8))
+        model.loss(tokens).backward(), whole.loss(tokens).backward()
+        pairs = zip(model.parameters(), whole.parameters(), strict=True)
+        return max(relative(full(p.grad), full(q.grad)) for p, q in pairs)
+
+    assert max(run_ranks(2, rank)) < TOLERANCE
+
+
 def test_one_sum_for_projections_of_one_tensor(run_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Query, key and value share one exchange in the backward pass: per block 2 forward and 2 backward."""
     sums: list[int] = []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import ConfigurationError
-from lightning_hybrid.tensor_parallel.check import check_plan
+from lightning_hybrid.tensor_parallel.check import check_plan, record_calls
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, build_tp_plan
 from tests.distributed.tensor_parallel_cases import GPT_PLAN, build_gpt, build_huggingface, start
 
@@ -44,6 +44,28 @@ class Attention(nn.Module):
         mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = x + self.o(mixed.transpose(1, 2).flatten(-2))
         return out
+
+
+def test_calls_are_recorded_once_for_each_kind_without_running_the_rest() -> None:
+    wide = [nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 6)]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), *wide)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    x = torch.randn(2, 4)
+    state = torch.get_rng_state()
+
+    def step() -> None:
+        model(x + torch.randn(()))
+        raise AssertionError("never reached")
+
+    calls = record_calls(model, ["0", "1", "3", "4", "5"], step)
+    assert [(name, tuple(args[0].shape)) for name, (args, _) in calls.items()] == [
+        ("0", (2, 4)),
+        ("3", (2, 4)),
+        ("4", (2, 6)),
+    ]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any("forward" in vars(block) or block._forward_hooks for block in model)
 
 
 def check(module: nn.Module, plan: dict[str, str] | None, size: int, calls: dict[str, Any]) -> TensorParallelPlan:
