@@ -1,17 +1,19 @@
-"""Where a run without degrees gets them from: the archive's best entry that fits, if there is one."""
+"""What a run is set to: arguments checked, and degrees that nobody gave taken from the archive's best entry."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lightning_hybrid.archive import choose_degrees, detect_hardware, fingerprint_module
+from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from lightning_hybrid.layout import Layout
+from lightning_hybrid.pipeline.schedule import ScheduleSpec
 
-__all__ = ["Choice", "choose_from_archive"]
+__all__ = ["Choice", "check_counts", "check_run", "choose_from_archive", "choose_stages_per_rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,3 +40,42 @@ def choose_from_archive(
             )
     result: Choice | None = broadcast(choice)
     return result
+
+
+def check_counts(counts: Mapping[str, Any]) -> None:
+    """Refuse anything but positive integers and ``"auto"``."""
+    for name, value in counts.items():
+        if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigurationError(f'{name}={value!r} must be "auto" or an integer of at least 1.')
+
+
+def choose_stages_per_rank(spec: ScheduleSpec, stages_per_rank: Any) -> int:
+    """Return the number of (virtual) stages of each pipeline rank."""
+    if stages_per_rank == "auto":
+        return spec.stages_per_rank
+    if stages_per_rank != spec.stages_per_rank and not spec.multiple_stages:
+        raise ConfigurationError(
+            f'stages_per_rank={stages_per_rank}: schedule="{spec.name}" has {spec.stages_per_rank};'
+            ' use schedule="Interleaved1F1B" for virtual stages.'
+        )
+    return int(stages_per_rank)
+
+
+def check_run(
+    layout: Layout, spec: ScheduleSpec, num_microbatches: Any, stages_per_rank: int, module: Any, precision: Any
+) -> None:
+    """Refuse combinations that cannot be equal to one process, before anything is built."""
+    pipeline = layout.pipeline_parallel_size
+    if pipeline > 1:
+        if num_microbatches != "auto":
+            spec.table(pipeline, num_microbatches, stages_per_rank)
+        if module is not None and not module.automatic_optimization:
+            raise UnsupportedError(
+                "Manual optimization calls backward inside of training_step, which a pipeline schedule cannot cut."
+                " Use automatic optimization, or pipeline_parallel_size=1 (data and tensor parallelism work)."
+            )
+    if layout.world_size > 1 and getattr(precision, "scaler", None) is not None:
+        raise UnsupportedError(
+            'precision="16-mixed" needs one loss scale for all ranks, which is not supported; use "bf16-mixed" or'
+            ' "32-true".'
+        )

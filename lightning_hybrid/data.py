@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,7 +50,9 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
         ends.append(ends[-1] + part)
 
     def is_list_of_samples(node: Any) -> bool:
-        return isinstance(node, list) and len(node) == size and not any(isinstance(x, Tensor) for x in tree_leaves(node))
+        return (
+            isinstance(node, list) and len(node) == size and not any(isinstance(x, Tensor) for x in tree_leaves(node))
+        )
 
     def cut(leaf: Any, first: int, last: int) -> Any:
         if isinstance(leaf, Tensor):
@@ -58,7 +61,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
 
     return [
         tree_map(lambda leaf, a=first, b=last: cut(leaf, a, b), batch, is_leaf=is_list_of_samples)
-        for first, last in zip(ends, ends[1:], strict=False)
+        for first, last in itertools.pairwise(ends)
     ]
 
 
@@ -102,7 +105,7 @@ class _Peekable:
         waiting = self.__dict__.pop("_looked_at", None)
         iterator = waiting or _PeekableIterator(self, super().__iter__)  # type: ignore[misc]
         self.__dict__["_latest"] = iterator
-        return iterator  # type: ignore[no-any-return]
+        return iterator
 
     def load_state_dict(self, state: Any) -> None:
         """A restored loader starts elsewhere: forget what was looked at."""
@@ -143,7 +146,7 @@ def peek_first_batch(loader: Any) -> Any:
         if iterator is None or iterator.started:
             iterator = iter(loader)
             loader.__dict__["_looked_at"] = iterator
-        return iterator.peek()
+        return iterator.peek()  # type: ignore[union-attr]
     except StopIteration:
         raise ValueError("The data loader is empty, so there is no batch along which the step could be cut.") from None
 
@@ -165,5 +168,3 @@ class _WorkerInit:
 
     def __call__(self, worker_id: int) -> None:
         self._function(worker_id, self._data_rank)
-
-

@@ -44,7 +44,9 @@ class GradientLedger:
         """Return a loss of that value whose backward adds the step's gradients to the parameters."""
         anchor = torch.zeros((), device=value.device, requires_grad=True)
         with torch.enable_grad():
-            result: Tensor = _Deposit.apply(anchor, value, self._deposit)
+            result: Tensor = _Deposit.apply(  # type: ignore[no-untyped-call]
+                anchor, value, self._deposit
+            )
         return result
 
     @torch.no_grad()
@@ -67,6 +69,6 @@ class _Deposit(torch.autograd.Function):
         return value.detach().clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.deposit(gradient)
         return None, None, None

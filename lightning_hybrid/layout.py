@@ -131,7 +131,8 @@ def resolve_layout(
         text = " x ".join(f"{name}={value}" for name, value in degrees.items())
         raise ConfigurationError(
             f"{text} makes {product}, but there are {num_devices} devices."
-            f" Change a degree so that the product is {num_devices}, set one of them to \"auto\", or use devices={product}."
+            f' Change a degree so that the product is {num_devices}, set one of them to "auto",'
+            f" or use devices={product}."
         )
     for name in automatic:
         degrees[name] = num_devices // product if name == automatic[0] else 1

@@ -159,7 +159,8 @@ class MetricMirror:
 
     def name_of(self, metric: Metric) -> str:
         """Return the attribute name of a metric."""
-        return next(name for name, part in self._metrics.items() if part is metric)
+        found: str = next(name for name, part in self._metrics.items() if part is metric)
+        return found
 
     def get(self, name: str) -> Metric:
         """Return the metric of that name."""

@@ -30,7 +30,7 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the mesh over which ``fully_shard`` works: 1-D, 2-D with replicas (HSDP), or ``None`` for one data rank."""
+    """Return the mesh that ``fully_shard`` works on: 1-D, 2-D with replicas (HSDP), ``None`` for one data rank."""
     replicas, shards = mesh["data_parallel_replicate"].size(), mesh["data_parallel_shard"].size()
     if replicas * shards == 1:
         return None

@@ -142,7 +142,9 @@ class PipelinedStep:
         }
         self._say(losses)
         self._message = message
-        self._rank.channels.report(message if full else {**message, "output": without_large_tensors(merged)}, self._device)
+        self._rank.channels.report(
+            message if full else {**message, "output": without_large_tensors(merged)}, self._device
+        )
 
     def _received(self) -> dict[str, Any]:
         if self._message is None:

@@ -84,7 +84,9 @@ class StepSample:
         results = finished.profiler.kineto_results  # the parsed form costs ten times as much, and is a tree
         assert results is not None
         if not self._cuda:  # each property of an event costs a microsecond, and there are thousands of events
-            return [Event(e.name(), e.start_ns() / 1e9, e.end_ns() / 1e9, e.start_thread_id()) for e in results.events()]
+            return [
+                Event(e.name(), e.start_ns() / 1e9, e.end_ns() / 1e9, e.start_thread_id()) for e in results.events()
+            ]
         return [
             Event(
                 name=event.name(),

@@ -121,8 +121,8 @@ class PipelineSetup:
         combined = loop._combined_loader
         if combined is None:
             raise ConfigurationError(
-                f"A pipeline is cut along a first batch, but there is no data for {name} (limit_*_batches=0, or the step"
-                " is not defined). Give at least one batch, or use pipeline_parallel_size=1."
+                f"A pipeline is cut along a first batch, but there is no data for {name} (limit_*_batches=0, or the"
+                " step is not defined). Give at least one batch, or use pipeline_parallel_size=1."
             )
         if name == "training_step":
             firsts = [peek_first_batch(loader) for loader in combined.flattened]
@@ -176,5 +176,3 @@ def _skip_next_setup(loop: Any) -> None:
         del loop.setup_data
 
     loop.setup_data = keep
-
-

@@ -72,7 +72,8 @@ def reshard(root: ShardedRoot | None) -> None:
 
 def set_gradient_sync(root: ShardedRoot | None, enabled: bool) -> None:
     """Say whether backwards reduce gradients over the data axis, or only accumulate them on each rank."""
-    if isinstance(root, FSDPModule):
+    if root is not None:
+        assert isinstance(root, FSDPModule)
         root.set_requires_gradient_sync(enabled)
         root.set_is_last_backward(enabled)
         root.set_reshard_after_backward(enabled)

@@ -9,23 +9,15 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
-    _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
-    _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -36,11 +28,18 @@ from lightning_hybrid.checkpoint.consolidate import (
     scatter_model_state,
     scatter_optimizer_state,
 )
-from lightning_hybrid.choose import Choice, choose_from_archive
+from lightning_hybrid.choose import (
+    Choice,
+    check_counts,
+    check_run,
+    choose_from_archive,
+    choose_stages_per_rank,
+)
 from lightning_hybrid.clock import Clock
+from lightning_hybrid.collectives import AxisCollectives
 from lightning_hybrid.data import make_peekable, same_worker_seeds
 from lightning_hybrid.describe import describe_run, layout_table
-from lightning_hybrid.errors import ConfigurationError, UnsupportedError
+from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.launchers import HybridMultiProcessingLauncher
 from lightning_hybrid.layout import Coordinate, Layout, resolve_layout
 from lightning_hybrid.mesh import build_mesh
@@ -59,7 +58,7 @@ logger = logging.getLogger(__name__)
 Degree = int | Literal["auto"]
 
 
-class Hybrid3DStrategy(ParallelStrategy):
+class Hybrid3DStrategy(AxisCollectives):
     """Data x tensor x pipeline parallelism with FSDP2 sharding for an unmodified LightningModule.
 
     Args:
@@ -102,7 +101,7 @@ class Hybrid3DStrategy(ParallelStrategy):
         archive: str | None = "archive",
         start_method: Literal["popen", "fork", "spawn"] = "popen",
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = timedelta(minutes=30),
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -122,19 +121,16 @@ class Hybrid3DStrategy(ParallelStrategy):
             "pipeline_parallel_size": pipeline_parallel_size,
             "replicate_size": replicate_size,
         }
-        for name, value in {**self._degrees, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}.items():
-            if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigurationError(f'{name}={value!r} must be "auto" or an integer of at least 1.')
+        check_counts({**self._degrees, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank})
         if start_method not in ("popen", "fork", "spawn"):
             raise ConfigurationError(f'start_method={start_method!r} is unknown; use one of "popen", "fork", "spawn".')
         self._spec = find_schedule("1F1B" if schedule == "auto" else schedule)
         self._schedule_argument = schedule
         self._num_microbatches = num_microbatches
-        self._stages_per_rank = self._choose_stages_per_rank(stages_per_rank)
+        self._stages_per_rank = choose_stages_per_rank(self._spec, stages_per_rank)
         self._blocks, self._tp_plan, self._reshard = blocks, tp_plan, reshard_after_forward
         self._archive, self._start_method = archive, start_method
         self._process_group_backend, self._timeout = process_group_backend, timeout
-        self._mesh: DeviceMesh | None = None
         self._layout: Layout | None = None
         self._part: Part | None = None
         self._module_of_part: Any = None
@@ -159,13 +155,6 @@ class Hybrid3DStrategy(ParallelStrategy):
     def coordinate(self) -> Coordinate:
         """Where this rank stands on the mesh."""
         return self.layout.coordinate(self.global_rank)
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh of the running job."""
-        if self._mesh is None:
-            raise RuntimeError("There is no device mesh before the processes have been set up.")
-        return self._mesh
 
     @property
     def schedule(self) -> str:
@@ -209,13 +198,6 @@ class Hybrid3DStrategy(ParallelStrategy):
         """Return degrees, schedule and what this rank holds, as plain values."""
         return describe_run(self, self._part, self._pipeline)
 
-    def all_gather_object(self, value: Any, axis: str | None = None) -> list[Any]:
-        """Gather a picklable object from all ranks of a mesh axis, or of the world. A collective."""
-        group = self.device_mesh[axis].get_group() if axis else dist.group.WORLD
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, value, group=group)
-        return gathered
-
     # ---- identity and wiring -----------------------------------------------------------------------------------
 
     @property
@@ -257,7 +239,7 @@ class Hybrid3DStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010 - its type does not know the attribute
 
     @override
     def setup_environment(self) -> None:
@@ -269,7 +251,14 @@ class Hybrid3DStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
         self._layout = self._choose_layout()
-        self._check_layout()
+        check_run(
+            self._layout,
+            self._spec,
+            self._num_microbatches,
+            self._stages_per_rank,
+            self.lightning_module,
+            self.precision_plugin,
+        )
         self._mesh = build_mesh(self._layout, self.root_device.type)
         self._clock = Clock(self.root_device)
         assert self.lightning_module is not None
@@ -298,34 +287,6 @@ class Hybrid3DStrategy(ParallelStrategy):
         if self._num_microbatches == "auto":
             self._num_microbatches = choice.settings["num_microbatches"]
 
-    def _check_layout(self) -> None:
-        assert self._layout is not None
-        module = self.lightning_module
-        pipeline = self._layout.pipeline_parallel_size
-        if pipeline > 1:
-            if isinstance(self._num_microbatches, int):
-                self._spec.table(pipeline, self._num_microbatches, self._stages_per_rank)
-            if module is not None and not module.automatic_optimization:
-                raise UnsupportedError(
-                    "Manual optimization calls backward inside of training_step, which a pipeline schedule cannot cut."
-                    " Use automatic optimization, or pipeline_parallel_size=1 (data and tensor parallelism work)."
-                )
-        if self._layout.world_size > 1 and getattr(self.precision_plugin, "scaler", None) is not None:
-            raise UnsupportedError(
-                'precision="16-mixed" needs one loss scale for all ranks, which is not supported; use "bf16-mixed" or'
-                ' "32-true".'
-            )
-
-    def _choose_stages_per_rank(self, stages_per_rank: Degree) -> int:
-        if stages_per_rank == "auto":
-            return self._spec.stages_per_rank
-        if stages_per_rank != self._spec.stages_per_rank and not self._spec.multiple_stages:
-            raise ConfigurationError(
-                f'stages_per_rank={stages_per_rank}: schedule="{self._spec.name}" has {self._spec.stages_per_rank};'
-                ' use schedule="Interleaved1F1B" for virtual stages.'
-            )
-        return stages_per_rank
-
     # ---- model, data, optimizers ----------------------------------------------------------------------------------
 
     @override
@@ -344,6 +305,7 @@ class Hybrid3DStrategy(ParallelStrategy):
 
     def _parallelize(self, trainer: Any) -> None:
         layout, module = self.layout, self.lightning_module
+        assert module is not None
         setup = PipelineSetup(self, trainer)
         self._part = parallelize(
             module,
@@ -477,9 +439,7 @@ class Hybrid3DStrategy(ParallelStrategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         ended: list[Any] = []
 
         def timed() -> Any:
@@ -505,46 +465,7 @@ class Hybrid3DStrategy(ParallelStrategy):
         finally:
             set_gradient_sync(self._root, True)
 
-    # ---- collectives ----------------------------------------------------------------------------------------------
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if _distributed_is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
-            return obj
-        carrier = [obj]
-        dist.broadcast_object_list(carrier, src)
-        return carrier[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data axis unless a group is given: other axes hold the same samples."""
-        if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
-            return tensor
-        return _sync_ddp_if_available(tensor, self._data_group(group), reduce_op=reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the data axis unless a group is given; the result has one entry per data rank."""
-        if not _distributed_is_initialized():
-            return tensor
-        return _all_gather_ddp_if_available(tensor, group=self._data_group(group), sync_grads=sync_grads)
-
-    def _data_group(self, group: Any) -> Any:
-        return self.device_mesh["data_parallel"].get_group() if group is None else group
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decide over the whole world, whatever axis values are reduced over."""
-        if not _distributed_is_initialized():
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == dist.get_world_size()) if all else bool(votes > 0)
+    # ---- end -----------------------------------------------------------------------------------------------------
 
     @override
     def on_exception(self, exception: BaseException) -> None:

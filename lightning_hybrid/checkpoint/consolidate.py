@@ -179,7 +179,7 @@ def scatter_model_state(
     with ExitStack() as stack:
         stack.enter_context(keys.completed(module))
         for part in module.modules():  # after the user's own hooks, which may rename keys
-            stack.callback(part.register_load_state_dict_pre_hook(_cut).remove)  # type: ignore[no-untyped-call]
+            stack.callback(part.register_load_state_dict_pre_hook(_cut).remove)
         result = module.load_state_dict(state_dict, strict=strict)
     return list(result.missing_keys), list(result.unexpected_keys)
 

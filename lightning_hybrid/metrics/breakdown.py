@@ -27,7 +27,7 @@ __all__ = [
     "spans_of_marks",
 ]
 
-#: Parts that are exposed communication, by mesh axis; "world" are exchanges of all ranks (the global norm of gradients),
+#: Parts that are exposed communication, by mesh axis; "world" are exchanges of all ranks (the global gradient norm),
 #: "unknown" are collectives that nothing explains.
 COMMUNICATION = (
     "communication_tensor",

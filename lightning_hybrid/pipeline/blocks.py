@@ -27,8 +27,8 @@ def list_blocks(module: nn.Module, names: str | list[str] | None = None) -> list
         chosen = find_block_lists(module)
         if not chosen:
             raise ConfigurationError(
-                f"No list of blocks was found in {type(module).__name__} (a ModuleList, ModuleDict or Sequential with at"
-                ' least two entries that hold parameters). Name it with blocks="path.to.list", or use'
+                f"No list of blocks was found in {type(module).__name__}: a ModuleList, ModuleDict or Sequential with"
+                ' at least two entries that hold parameters. Name it with blocks="path.to.list", or use'
                 " pipeline_parallel_size=1."
             )
     blocks: list[str] = []

@@ -36,9 +36,7 @@ class Channels:
             assert work is not None
             self._pending.append((work, data))
 
-    def post(
-        self, kind: str, buffers: Sequence[Tensor], source: int, stage: int, microbatch: int
-    ) -> list[dist.Work]:
+    def post(self, kind: str, buffers: Sequence[Tensor], source: int, stage: int, microbatch: int) -> list[dist.Work]:
         """Start to receive the tensors of one boundary into ``buffers``."""
         works = []
         for index, buffer in enumerate(buffers):

@@ -27,7 +27,15 @@ __all__ = ["MicrobatchLoss", "combine", "read_loss"]
 
 #: Nodes through which a loss may be scaled, shifted or reshaped without changing what it is a mean of.
 _LINEAR = (
-    *("MulBackward0", "MulBackward1", "DivBackward0", "NegBackward0", "AddBackward0", "SubBackward0", "ToCopyBackward0"),
+    *(
+        "MulBackward0",
+        "MulBackward1",
+        "DivBackward0",
+        "NegBackward0",
+        "AddBackward0",
+        "SubBackward0",
+        "ToCopyBackward0",
+    ),
     *("ViewBackward0", "SqueezeBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0", "AliasBackward0"),
 )
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")

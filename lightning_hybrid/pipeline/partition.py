@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from lightning_hybrid.errors import ConfigurationError
 
 __all__ = ["partition_blocks"]
 
 
-def partition_blocks(costs: Sequence[float], num_stages: int, *, before: float = 0.0, after: float = 0.0) -> list[range]:
+def partition_blocks(
+    costs: Sequence[float], num_stages: int, *, before: float = 0.0, after: float = 0.0
+) -> list[range]:
     """Cut blocks into contiguous stages so that the most expensive stage is as cheap as possible.
 
     Args:
@@ -53,4 +55,4 @@ def partition_blocks(costs: Sequence[float], num_stages: int, *, before: float =
         ends.append(cut[ends[-1]])
     ends.append(0)
     ends.reverse()
-    return [range(first, last) for first, last in zip(ends, ends[1:], strict=False)]
+    return [range(first, last) for first, last in pairwise(ends)]

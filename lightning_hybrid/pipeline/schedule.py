@@ -1,7 +1,8 @@
 """Schedules as data: which rank runs which stage's forward or backward of which micro-batch, in which order. Pure.
 
 To add a schedule, add a :class:`ScheduleSpec` to :data:`SCHEDULES` whose ``build`` returns a :data:`Table`.
-The orders of the schedules with virtual stages are torch's own, read through :mod:`lightning_hybrid.pipeline.torch_schedules`.
+The orders of the schedules with virtual stages are torch's own, read through
+:mod:`lightning_hybrid.pipeline.torch_schedules`.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ def _whole_rounds(num_ranks: int, num_microbatches: int, stages_per_rank: int) -
     rounds = max(1, num_microbatches // num_ranks)
     if num_microbatches % rounds:
         return (
-            f"num_microbatches={num_microbatches} cannot be dealt in {rounds} equal rounds to {num_ranks} pipeline ranks;"
-            f" use num_microbatches={rounds * num_ranks} or {(rounds + 1) * num_ranks}."
+            f"num_microbatches={num_microbatches} cannot be dealt in {rounds} equal rounds to {num_ranks} pipeline"
+            f" ranks; use num_microbatches={rounds * num_ranks} or {(rounds + 1) * num_ranks}."
         )
     return _at_least_ranks(num_ranks, num_microbatches, stages_per_rank)
 

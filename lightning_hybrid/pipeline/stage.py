@@ -55,7 +55,7 @@ class _Enter(torch.autograd.Function):
         return received
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.keep(list(gradients))
         return (None,) * (2 + len(gradients))
 
@@ -88,7 +88,8 @@ class StageRun:
             self.received = self.receive([leaves[i] for i in positions])
             if torch.is_grad_enabled():
                 anchor = torch.zeros((), requires_grad=True)
-                self.received = list(_Enter.apply(self._keep, anchor, *self.received))
+                entered = _Enter.apply(self._keep, anchor, *self.received)  # type: ignore[no-untyped-call]
+                self.received = list(entered)
             self._substitutes = {
                 id(leaves[i]): (leaves[i], real) for i, real in zip(positions, self.received, strict=True)
             }

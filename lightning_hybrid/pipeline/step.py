@@ -193,5 +193,3 @@ class PipelineRank:
             flight.gradients = self._local.pop(("B", stage, microbatch), flight.gradients)
         for work in flight.arrivals:
             work.wait()
-
-

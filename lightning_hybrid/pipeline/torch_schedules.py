@@ -37,7 +37,7 @@ def read_order(name: str, num_ranks: int, num_microbatches: int, stages_per_rank
 
 
 def _actions(item: Any) -> list[Action]:
-    """Translate torch's action; idle slots and reductions are not ours, and overlapped pairs run one after the other."""
+    """Translate torch's action. Idle slots and reductions are not ours; overlapped pairs run one after the other."""
     if item is None:
         return []
     if item.sub_actions:

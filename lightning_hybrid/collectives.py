@@ -1,0 +1,78 @@
+"""What a strategy's collectives mean with several axes: values go over the data axis, decisions over the world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _distributed_is_initialized,
+    _sync_ddp_if_available,
+)
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+__all__ = ["AxisCollectives"]
+
+
+class AxisCollectives(ParallelStrategy):
+    """The part of the strategy that talks between ranks."""
+
+    _mesh: DeviceMesh | None = None
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of the running job."""
+        if self._mesh is None:
+            raise RuntimeError("There is no device mesh before the processes have been set up.")
+        return self._mesh
+
+    def all_gather_object(self, value: Any, axis: str | None = None) -> list[Any]:
+        """Gather a picklable object from all ranks of a mesh axis, or of the world. A collective."""
+        group = self.device_mesh[axis].get_group() if axis else dist.group.WORLD
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, value, group=group)
+        return gathered
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if _distributed_is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        carrier = [obj]
+        dist.broadcast_object_list(carrier, src)
+        return carrier[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data axis unless a group is given: other axes hold the same samples."""
+        if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
+            return tensor
+        return _sync_ddp_if_available(tensor, self._data_group(group), reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the data axis unless a group is given; the result has one entry per data rank."""
+        if not _distributed_is_initialized():
+            return tensor
+        return _all_gather_ddp_if_available(tensor, group=self._data_group(group), sync_grads=sync_grads)
+
+    def _data_group(self, group: Any) -> Any:
+        return self.device_mesh["data_parallel"].get_group() if group is None else group
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide over the whole world, whatever axis values are reduced over."""
+        if not _distributed_is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == dist.get_world_size()) if all else bool(votes > 0)
