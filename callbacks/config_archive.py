@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -70,11 +71,17 @@ class ConfigArchive(Measurement):
         self.entry: Entry | None = None
         """The entry as it was last written, on global rank 0; with its id on all ranks."""
         self._fingerprint: Fingerprint | None = None
+        self._module: weakref.ref[LightningModule] | None = None
         self._first_batch: tuple[int, int] | None = None
         self._pending = (0, 0)
         self._counts = (0.0, 0, 0, 0)
         self._losses: tuple[Any, Any] = (None, None)
         self._warned = False
+
+    @property
+    def path(self) -> str | None:
+        """Where the entry of this run is, without the protocol of the URL; ``None`` before there is one."""
+        return None if self.entry is None else self.archive.file_of(self.entry.id)
 
     # ---- when ----------------------------------------------------------------------------------------------------
 
@@ -83,8 +90,9 @@ class ConfigArchive(Measurement):
         self.entry = None
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        if self._fingerprint is None:  # the module is whole only before the strategy has cut it
-            self._fingerprint = fingerprint_module(pl_module)
+        if self._fingerprint is None or self._module is None or self._module() is not pl_module:
+            # Once for each module: it is whole only before its first strategy has cut it.
+            self._fingerprint, self._module = fingerprint_module(pl_module), weakref.ref(pl_module)
         self._first_batch, self._losses = None, (None, None)
         self._pending, self._counts = (0, 0), (0.0, 0, 0, 0)
         time = now()
@@ -150,15 +158,14 @@ class ConfigArchive(Measurement):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
-        status, message = judge(exception)
+        status, cause = judge(exception)
         if self.entry is None or (status == "interrupted" and not trainer.is_global_zero):
             return
+        message: str | None = f"rank {trainer.global_rank}: {cause}"
         written = self._read_result()
         result = self.entry.result if trainer.is_global_zero or written is None else written
-        if written is not None and written.is_failure and (written.status == "oom" or status != "oom"):
-            status, message = written.status, written.message or ""  # the first cause stands
-        else:
-            message = f"rank {trainer.global_rank}: {message}"
+        if written is not None and written.status != "running" and (status != "oom" or written.status == "oom"):
+            status, message = written.status, written.message  # the first cause stands; what follows is its consequence
         result = dataclasses.replace(result, status=status, message=message, num_steps=self._num_steps(trainer))
         self.entry = dataclasses.replace(self.entry, result=result)
         self._write(trainer, any_rank=True)
