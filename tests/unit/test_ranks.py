@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader
 
 from lightning_hybrid.errors import ConfigurationError
 from tests.ranks import RankError, RankTimeoutError, run_ranks
@@ -131,6 +133,18 @@ def test_no_process_survives():
     with pytest.raises(ProcessLookupError):
         os.kill(parent, 0)
     assert is_gone(worker)
+
+
+def test_dataloader_workers_work_and_vanish():
+    def function(rank: int) -> tuple[list[int], list[int]]:
+        loader = DataLoader(range(4), batch_size=2, num_workers=2, persistent_workers=True)
+        read = [int(number) for batch in loader for number in batch]
+        return read, [worker.pid for worker in multiprocessing.active_children()]
+
+    for read, workers in run_ranks(2, function):
+        assert read == [0, 1, 2, 3]
+        assert len(workers) == 2
+        assert all(map(is_gone, workers))
 
 
 def is_gone(pid: int) -> bool:
