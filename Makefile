@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 .PHONY: demo test lint typecheck venv clean
 
 demo: $(VENV)/.base
-	$(BIN)/python examples/gpt/train.py
+	$(BIN)/python -m examples.gpt.train
 
 test: lint typecheck
 	$(BIN)/python -m pytest -q
