@@ -34,7 +34,6 @@ class StepSample:
     def __init__(self, device: torch.device, axes: Collection[str]) -> None:
         self._cuda, self._axes = device.type == "cuda", tuple(axes)
         self._profile: profile | None = None
-        self._anchor = 0.0
 
     def start(self) -> bool:
         """Begin. Returns whether it did: a profiler of the user's, or another sample, may be running already."""
@@ -49,8 +48,8 @@ class StepSample:
             _log.warning("A step could not be sampled: %s", error)
             self._profile = None
             return False
-        with record_function(_ANCHOR):
-            self._anchor = time.perf_counter()
+        with record_function(_ANCHOR):  # says by its event which thread this is
+            pass
         return True
 
     def stop(self) -> list[Span]:
@@ -69,7 +68,7 @@ class StepSample:
             spans = exposed_on_device(events, axes=self._axes)
         else:
             spans = exposed_on_cpu(events, anchor.thread, axes=self._axes)
-        shift = self._anchor - (anchor.start + anchor.end) / 2
+        shift = _unix_to_perf_counter()
         return [Span(part, start + shift, end + shift) for part, start, end in spans]
 
     def cancel(self) -> None:
@@ -99,6 +98,17 @@ class StepSample:
             for event in results.events()
             for on_device in (event.device_type() != DeviceType.CPU,)
         ]
+
+
+def _unix_to_perf_counter() -> float:
+    """Return what to add to the profiler's times (seconds since 1970) to have those of ``time.perf_counter``."""
+    shifts = []
+    for _ in range(5):
+        before = time.perf_counter()
+        unix = time.time()
+        after = time.perf_counter()
+        shifts.append((after - before, (before + after) / 2 - unix))
+    return min(shifts)[1]  # the reading that was interrupted least
 
 
 @contextmanager

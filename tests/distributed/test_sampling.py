@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lightning_hybrid.sampling import StepSample
 from lightning_hybrid.tensor_parallel.collectives import enter_split, leave_partial
 
-LATE = 0.1
+LATE = 0.3
 
 
 class Late(nn.Module):
@@ -105,5 +105,6 @@ def test_a_late_rank_is_exposed_communication_of_the_others(
     results = run_ranks(shape[0] * shape[1], sample, build, shape)
     for seconds in results:
         assert set(seconds) == late  # nothing unknown, no other axis
-    assert sum(results[1].values()) == pytest.approx(LATE, rel=0.3)  # waited for rank 0 once
-    assert sum(results[0].values()) < LATE / 2  # rank 0 slept in the forward pass: no communication
+    first, second = (sum(seconds.values()) for seconds in results[:2])
+    assert second > 0.9 * LATE  # waited for rank 0 ...
+    assert first < second - LATE / 2  # ... which slept in the forward pass, not in a collective

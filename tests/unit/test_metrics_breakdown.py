@@ -116,12 +116,22 @@ def test_marks_of_a_pipeline_step() -> None:
     assert nonzero(dict(last.seconds)) == {
         "compute": 6.25,
         "bubble": 0.75 + 0.5 + 1.7,  # WAIT_F until stage 0 had computed; SEND while stage 0 computed; SYNC until 10.1
-        "communication_pipeline": 0.5 + 0.1 + 0.2,
+        "communication_pipeline": 0.5 + 0.1,
+        "communication_world": 0.2,
         "communication_data_replicate": 0.3,
         "optimizer": 0.7,
         "other": 0.5,
     }
     assert first.step == last.step == pytest.approx(11.5)
+
+
+def test_sync_inside_of_the_optimizer_is_not_optimizer() -> None:
+    """The global norm waits for the first stage's last backward, at 4 s, and then takes half a second."""
+    marks = [Mark("B", 1, 0, 0, 1), Mark("SYNC", -1, -1, 1.5, 4.5), Mark("OPTIMIZER", -1, -1, 1, 5)]
+    got = break_down(spans_of_marks(marks, pipeline=[marks, [Mark("B", 0, 0, 1, 4)]]), start=0, end=5)
+    assert nonzero(dict(got.seconds)) == {
+        "compute": 1, "bubble": 2.5, "communication_world": 0.5, "optimizer": 1,
+    }  # fmt: skip
 
 
 def test_idle_tail_of_a_stage_is_bubble_but_waiting_for_data_is_not() -> None:

@@ -7,7 +7,7 @@ import pytest
 from lightning_hybrid.errors import PipelineError
 from lightning_hybrid.metrics import idle_share
 from lightning_hybrid.pipeline.schedule import Action, Kind, Table, find_schedule
-from lightning_hybrid.pipeline.timeline import Mark, mean_durations, simulate, window
+from lightning_hybrid.pipeline.timeline import Mark, mean_durations, simulate, split_runs, table_of, window
 
 
 def durations(num_stages: int, forward: float = 1.0, backward: float = 2.0) -> dict[tuple[str, int], float]:
@@ -65,7 +65,7 @@ def test_dependencies_hold_in_every_schedule() -> None:
         stages = 4 * spec.stages_per_rank
         table = spec.table(4, 8, spec.stages_per_rank)
         timeline = simulate(table, {key: t * (1 + key[1] % 3) for key, t in durations(stages).items()})
-        assert {r: [(m.kind, m.stage, m.microbatch) for m in marks] for r, marks in timeline.items()} == table
+        assert table_of(timeline) == table
         at = {(m.kind, m.stage, m.microbatch): m for marks in timeline.values() for m in marks}
         for (kind, stage, mb), mark in at.items():
             need = at.get((kind, stage + (1 if kind == "B" else -1), mb)) or at["F", stage, mb]
@@ -87,3 +87,12 @@ def test_a_missing_duration_is_named() -> None:
 def test_mean_durations_ignores_waits() -> None:
     marks = [Mark("F", 0, 0, 0.0, 1.0), Mark("F", 0, 1, 1.0, 4.0), Mark("WAIT_B", 0, 0, 4.0, 9.0)]
     assert mean_durations(marks) == {("F", 0): 2.0}
+
+
+def test_accumulated_batches_are_runs_of_their_own() -> None:
+    first = [Mark("PROLOGUE", 1, 0, 0, 1), Mark("F", 1, 0, 1, 2), Mark("B", 1, 0, 2, 3), Mark("SEND", -1, -1, 3, 4)]
+    second = [Mark(m.kind, m.stage, m.microbatch, m.start + 5, m.end + 5) for m in first]
+    last = [Mark("OPTIMIZER", -1, -1, 10, 11)]
+    assert split_runs(first + second + last) == [first, second + last]
+    assert split_runs(first) == [first]
+    assert split_runs([]) == [[]]

@@ -1,0 +1,129 @@
+"""The pipeline's bubble as measured, beside the schedule's own, and a picture of the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_hybrid.callbacks.measurement import Measurement, has_marks
+from lightning_hybrid.metrics.bubble import Bubble, measure_bubble
+from lightning_hybrid.pipeline.timeline import Timeline, mean_durations, simulate, table_of
+from lightning_hybrid.recorder import RecordedStep, gather_timelines
+
+__all__ = ["BubbleRatio"]
+
+
+class BubbleRatio(Measurement):
+    """Logs which share of a step the pipeline's ranks stand idle, and why.
+
+    Between the first and the last action of a step over all stages, the bubble is the share of ``ranks x time`` in
+    which no action runs; the mean over all pipelines (data and tensor ranks) and the latest ordinary steps counts.
+
+    ==========================  ==============================================================================
+    key                         value
+    ==========================  ==============================================================================
+    ``bubble/measured``         idle share as measured = ``schedule`` + ``imbalance`` + ``overhead``
+    ``bubble/ideal``            idle share of the same schedule at the same action times, without delays
+    ``bubble/schedule``         idle share of the schedule with equally fast stages: its own price
+    ``bubble/imbalance``        ``ideal`` - ``schedule``: what unequal stages add
+    ``bubble/overhead``         ``measured`` - ``ideal``: messages, jitter, the runtime between actions
+    ``bubble/worst``            ``measured`` of the worst pipeline
+    ``bubble/slowest_stage``    stage with the most work for a micro-batch
+    ``bubble/slowdown``         its work over the mean of all stages; 1 when balanced
+    ==========================  ==============================================================================
+
+    A picture of one measured step above its ideal is written as ``timeline.png`` below the log directory at the first
+    measurement and anew at the end of training, and sent to W&B and TensorBoard loggers as ``bubble/timeline``.
+
+    With ``pipeline_parallel_size=1`` there is no pipeline to stand idle: measured and ideal are logged as 0, and there
+    is no picture.
+
+    Args:
+        every_n_steps: see :class:`~lightning_hybrid.callbacks.measurement.Measurement`.
+        num_warmup_steps: likewise.
+        picture: whether to draw.
+    """
+
+    def __init__(self, *, every_n_steps: int | None = None, num_warmup_steps: int = 2, picture: bool = True) -> None:
+        super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps)
+        self.picture = picture
+        self.picture_path: Path | None = None
+        """Where the picture lies, on global rank 0."""
+        self._folder = Path()
+        self._pictured: tuple[int, Timeline, Timeline] | None = None
+
+    @override
+    def is_active(self, trainer: Trainer) -> bool:
+        return has_marks(trainer, self)
+
+    @override
+    def on_step(self, trainer: Trainer, step: RecordedStep) -> None:
+        if self.is_due(trainer, step.index):
+            with self.recorder(trainer).measuring():
+                self._measure(trainer, step)
+
+    def _measure(self, trainer: Trainer, step: RecordedStep) -> None:
+        strategy: Any = trainer.strategy
+        if strategy.layout.pipeline_parallel_size == 1:
+            self.publish(trainer, {"bubble/measured": 0.0, "bubble/ideal": 0.0})
+            return
+        steps = self.ordinary_steps(trainer) or [step]
+        timelines = [timeline for runs in gather_timelines(strategy, steps) for timeline in runs]
+        bubbles = [measure_bubble(timeline, table_of(timeline)) for timeline in timelines]
+        everyone: list[list[Bubble]] = strategy.all_gather_object(bubbles)
+        self._measured = step.index
+        self.publish(trainer, summarize(everyone))
+        if self.picture and trainer.is_global_zero:
+            first = self._pictured is None
+            durations = mean_durations(mark for marks in timelines[-1].values() for mark in marks)
+            ideal = simulate(table_of(timelines[-1]), durations)
+            self._pictured = steps[-1].index, timelines[-1], ideal
+            if first:
+                self._draw(trainer)
+
+    def _draw(self, trainer: Trainer) -> None:
+        from lightning_hybrid.pipeline.picture import draw_timeline  # matplotlib takes a second to import
+
+        assert self._pictured is not None
+        strategy: Any = trainer.strategy
+        index, measured, ideal = self._pictured
+        figure = draw_timeline(measured, ideal, title=f"{strategy.schedule}, {strategy.layout}, step {index}")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.picture_path = self._folder / "timeline.png"
+        figure.savefig(self.picture_path)
+        for logger in trainer.loggers:
+            experiment: Any = getattr(logger, "experiment", None)
+            if hasattr(logger, "log_image"):  # W&B
+                logger.log_image(key="bubble/timeline", images=[str(self.picture_path)], step=trainer.global_step)
+            elif hasattr(experiment, "add_figure"):  # TensorBoard
+                experiment.add_figure("bubble/timeline", figure, global_step=trainer.global_step)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # a collective: not on rank 0 alone
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        if self._pictured is not None and trainer.is_global_zero:
+            self._draw(trainer)
+
+
+def summarize(pipelines: list[list[Bubble]]) -> dict[str, float]:
+    """Return the values to log from the bubbles that each rank saw, step by step."""
+    bubbles = [bubble for rank in pipelines for bubble in rank]
+
+    def mean(name: str) -> float:
+        values: list[float] = [getattr(bubble, name) for bubble in bubbles]
+        return sum(values) / len(values)
+
+    names = ("measured", "ideal", "schedule", "imbalance", "overhead", "slowdown")
+    values = {f"bubble/{name}": mean(name) for name in names}
+    slowest = [bubble.slowest_stage for bubble in bubbles]
+    values["bubble/worst"] = max(sum(b.measured for b in rank) / len(rank) for rank in pipelines)
+    values["bubble/slowest_stage"] = float(max(set(slowest), key=slowest.count))
+    return values

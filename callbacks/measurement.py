@@ -1,0 +1,113 @@
+"""What the measuring callbacks have in common: when they measure, and where the numbers go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.recorder import RecordedStep, StepRecorder
+
+__all__ = ["Measurement"]
+
+_log = logging.getLogger(__name__)
+
+
+class Measurement(Callback):
+    """Base of the measuring callbacks.
+
+    All ranks measure at the same steps, which follow from ``trainer.global_step`` alone: the second step after the
+    warm-up, and then every ``every_n_steps``.
+
+    Args:
+        every_n_steps: optimizer steps between measurements; ``None`` takes the Trainer's ``log_every_n_steps``, 0 never
+            measures.
+        num_warmup_steps: first optimizer steps that never count (lazy initialisation, compilation, caches).
+    """
+
+    def __init__(self, *, every_n_steps: int | None = None, num_warmup_steps: int = 2) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("num_warmup_steps", num_warmup_steps)):
+            if value is not None and value < 0:
+                raise ConfigurationError(f"{name}={value} must not be negative.")
+        self.every_n_steps = every_n_steps
+        self.num_warmup_steps = num_warmup_steps
+        self.latest: dict[str, float] = {}
+        """The values that were logged last."""
+        self._first_step = 0
+        self._measured = 0
+
+    def recorder(self, trainer: Trainer) -> StepRecorder:
+        """Return the step recorder that all callbacks of this Trainer share."""
+        return StepRecorder.of(trainer)
+
+    def is_active(self, trainer: Trainer) -> bool:
+        """Whether this callback can measure under the Trainer's strategy."""
+        return True
+
+    def is_due(self, trainer: Trainer, step: int) -> bool:
+        """Whether the optimizer step of that number (from 1 on) is measured; the same on all ranks."""
+        every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps  # type: ignore[attr-defined]
+        first = self._first_step + self.num_warmup_steps + 2
+        return bool(every) and (step == first or (step > first and step % every == 0))
+
+    def ordinary_steps(self, trainer: Trainer) -> list[RecordedStep]:
+        """Return the latest steps after warm-up and after the last measurement in which nothing was measured."""
+        first = max(self._measured, self._first_step + self.num_warmup_steps)
+        return [step for step in self.recorder(trainer).steps if step.index > first]
+
+    def publish(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        """Send values to every logger of the Trainer, from global rank 0."""
+        self.latest = dict(values)
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics(self.latest, step=trainer.global_step)
+
+    def on_step(self, trainer: Trainer, step: RecordedStep) -> None:
+        """Called on every rank when an optimizer step has ended."""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_step = self._measured = trainer.global_step
+        self.recorder(trainer).begin(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = self.recorder(trainer).end_batch(trainer)
+        if step is not None and self.is_active(trainer):
+            self.on_step(trainer, step)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.recorder(trainer).pause("validation")
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.recorder(trainer).resume("validation")
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.recorder(trainer).finish()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.recorder(trainer).finish()
+
+
+def has_marks(trainer: Trainer, callback: Callback) -> bool:
+    """Whether the strategy marks its actions; if not, say once that ``callback`` has nothing to measure."""
+    if hasattr(trainer.strategy, "take_marks"):
+        return True
+    if not getattr(callback, "_said", False):
+        callback._said = True  # type: ignore[attr-defined]
+        _log.warning(
+            '%s logs nothing: it reads the marks of strategy="hybrid3d", and this Trainer runs %s.',
+            type(callback).__name__,
+            type(trainer.strategy).__name__,
+        )
+    return False

@@ -1,0 +1,282 @@
+"""Throughput, each sample counted once, and what the devices bring against a baseline."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_hybrid.archive import Archive, Entry, Fingerprint, detect_hardware, find_baseline, fingerprint_module
+from lightning_hybrid.callbacks.measurement import Measurement
+from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.layout import Layout
+from lightning_hybrid.metrics.scaling import Reference, Scaling, compare
+from lightning_hybrid.metrics.throughput import Throughput, count_once
+from lightning_hybrid.recorder import RecordedStep
+
+__all__ = ["ScalingEfficiency"]
+
+_log = logging.getLogger(__name__)
+
+Baseline = float | Mapping[str, Any] | Reference | Entry | str | os.PathLike[str]
+
+
+class ScalingEfficiency(Measurement):
+    """Logs throughput and, given a baseline, scaling efficiency. Works under any strategy.
+
+    Each sample counts once, however many ranks of a tensor or pipeline group work on it. Warm-up, validation,
+    checkpointing and steps in which callbacks measure do not count. Values are over the steps since the last ones.
+
+    ==========================================  ===============================================================
+    key                                         value
+    ==========================================  ===============================================================
+    ``throughput/samples_per_s``                samples per second of the whole job
+    ``throughput/samples_per_s_per_device``     the same by device
+    ``throughput/tokens_per_s``                 tokens per second of the whole job, if batches have tokens
+    ``throughput/tokens_per_s_per_device``      the same by device
+    ``throughput/step_s``                       seconds of an optimizer step
+    ``throughput/batch_size``                   samples in an optimizer step of the whole job
+    ``scaling/efficiency``                      ``speedup`` over the growth in devices; 1 is ideal
+    ``scaling/speedup``                         throughput over the baseline's
+    ``scaling/per_doubling``                    mean gain of each doubling of devices; 2 is ideal
+    ``scaling/num_devices``                     devices of the job
+    ==========================================  ===============================================================
+
+    Where the baseline does not compare (another model, precision, device, or a batch that is equal neither by device,
+    nor by data rank, nor in all) there are no ``scaling/*`` values but a warning with the reasons; whether it was weak
+    or strong scaling is said once in the log and kept in :attr:`scaling`.
+
+    Args:
+        baseline: samples per second on one device; or the fields of a
+            :class:`~lightning_hybrid.metrics.scaling.Reference` (``dict(num_devices=1, tokens_per_second=30.0,
+            global_batch_size=16)``); or an archive entry; or the folder or URL of an archive, whose best run of the
+            same model on one device is taken.
+        tokens: how many tokens a batch has: a number for each sample, a function of the batch, or ``"auto"``: the size
+            of its first integer tensor of two dimensions (``input_ids``, where there is that name).
+        every_n_steps: see :class:`~lightning_hybrid.callbacks.measurement.Measurement`.
+        num_warmup_steps: likewise.
+    """
+
+    def __init__(
+        self,
+        baseline: Baseline | None = None,
+        *,
+        tokens: int | Callable[[Any], int] | str = "auto",
+        every_n_steps: int | None = None,
+        num_warmup_steps: int = 2,
+    ) -> None:
+        super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps)
+        if isinstance(tokens, str) and tokens != "auto":
+            raise ConfigurationError(f'tokens={tokens!r} must be "auto", a number for each sample, or a function.')
+        self.baseline = baseline
+        self.tokens = tokens
+        self.throughput: Throughput | None = None
+        """All that was counted so far in this run."""
+        self.scaling: Scaling | None = None
+        """The latest comparison, on global rank 0."""
+        self._fingerprint: Fingerprint | None = None
+        self._pending: tuple[int, int] = (0, 0)
+        self._window: tuple[float, int, int, int] = (0.0, 0, 0, 0)
+        self._said = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._fingerprint is None and next(pl_module.parameters(), None) is not None:  # whole only before it is cut
+            self._fingerprint = fingerprint_module(pl_module)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self.throughput, self.scaling, self._said = None, None, False
+        self._pending, self._window = (0, 0), (0.0, 0, 0, 0)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        samples, tokens = self._pending
+        here = count_samples(batch)
+        self._pending = samples + here, tokens + count_tokens(batch, here, self.tokens)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    @override
+    def on_step(self, trainer: Trainer, step: RecordedStep) -> None:
+        if step.ordinary and step.index > self._first_step + self.num_warmup_steps:
+            seconds, num_steps, samples, tokens = self._window
+            more_samples, more_tokens = self._pending
+            self._window = (seconds + step.seconds, num_steps + 1, samples + more_samples, tokens + more_tokens)
+        self._pending = (0, 0)
+        if self.is_due(trainer, step.index):
+            with self.recorder(trainer).measuring():
+                self._measure(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._measure(trainer)
+        super().on_train_end(trainer, pl_module)
+
+    def _measure(self, trainer: Trainer) -> None:
+        """Add up what all ranks counted since the last time, and log it. A collective over the world."""
+        if not self._window[1]:
+            return
+        layout = layout_of(trainer)
+        windows = gather(trainer, self._window)
+        self._window = (0.0, 0, 0, 0)
+        recent = Throughput(
+            num_devices=layout.world_size,
+            seconds=max(window[0] for window in windows),  # all ranks time the same steps
+            num_steps=windows[0][1],
+            samples=count_once([window[2] for window in windows], layout),
+            tokens=count_once([window[3] for window in windows], layout) or None,
+        )
+        self.throughput = recent if self.throughput is None else self.throughput + recent
+        values = throughput_values(recent)
+        if self.baseline is not None and trainer.is_global_zero:
+            values |= self._compare(trainer, recent, layout)
+        self.publish(trainer, values)
+
+    def _compare(self, trainer: Trainer, recent: Throughput, layout: Layout) -> dict[str, float]:
+        run = Reference(
+            num_devices=layout.world_size,
+            samples_per_second=recent.samples_per_second,
+            tokens_per_second=recent.tokens_per_second,
+            global_batch_size=recent.batch_size,
+            num_data_ranks=layout.data_parallel_size,
+            model=None if self._fingerprint is None else self._fingerprint.hash,
+            precision=str(trainer.precision),
+            hardware=_hardware(trainer, layout).kind,
+        )
+        reference = self._reference(trainer, layout)
+        if reference is None:
+            return {}
+        self.scaling = compare(run, reference)
+        self._say(self.scaling, reference)
+        return scaling_values(self.scaling, layout.world_size)
+
+    def _reference(self, trainer: Trainer, layout: Layout) -> Reference | None:
+        baseline = self.baseline
+        if isinstance(baseline, (str, os.PathLike)):
+            baseline = self._from_archive(trainer, layout, baseline)
+            self.baseline = baseline  # looked up once
+        return None if baseline is None else as_reference(baseline)
+
+    def _from_archive(self, trainer: Trainer, layout: Layout, url: str | os.PathLike[str]) -> Entry | None:
+        entry = None
+        if self._fingerprint is not None:
+            hardware = _hardware(trainer, layout)
+            entry = find_baseline(Archive(url).list(), self._fingerprint, hardware, precision=str(trainer.precision))
+        if entry is None:
+            _log.warning(
+                "The archive %s has no run of this model on one device of this kind, so there is no scaling efficiency."
+                " Run the same script once with devices=1 and ConfigArchive.",
+                url,
+            )
+        return entry
+
+    def _say(self, scaling: Scaling, reference: Reference) -> None:
+        if self._said:
+            return
+        self._said = True
+        if scaling.efficiency is None:
+            _log.warning("No scaling efficiency: the baseline does not compare (%s).", "; ".join(scaling.reasons))
+        else:
+            _log.info(
+                "Scaling efficiency is %s scaling against %d device(s)%s.",
+                scaling.kind,
+                reference.num_devices,
+                "".join(f"; {reason}" for reason in scaling.reasons),
+            )
+
+
+def as_reference(baseline: float | Mapping[str, Any] | Reference | Entry) -> Reference:
+    """Return what a baseline says, whatever its form.
+
+    Raises:
+        ConfigurationError: if a mapping has fields that a Reference has not.
+    """
+    if isinstance(baseline, Reference):
+        return baseline
+    if isinstance(baseline, Entry):
+        return Reference(
+            num_devices=baseline.hardware.num_devices,
+            samples_per_second=baseline.result.samples_per_second,
+            tokens_per_second=baseline.result.tokens_per_second,
+            global_batch_size=baseline.batch.global_size,
+            num_data_ranks=baseline.degrees.data_parallel_size,
+            model=baseline.model.hash,
+            precision=baseline.settings.precision,
+            hardware=baseline.hardware.kind,
+        )
+    if isinstance(baseline, Mapping):
+        try:
+            return Reference(**{"num_devices": 1, **baseline})
+        except TypeError as error:
+            names = ", ".join(Reference.__dataclass_fields__)
+            raise ConfigurationError(f"baseline={dict(baseline)!r}: {error}; its fields are {names}.") from error
+    return Reference(num_devices=1, samples_per_second=float(baseline))
+
+
+def layout_of(trainer: Trainer) -> Layout:
+    """Return the degrees of a run; under other strategies than ours every rank is a data rank."""
+    layout = getattr(trainer.strategy, "layout", None)
+    return layout if isinstance(layout, Layout) else Layout(data_parallel_size=trainer.world_size)
+
+
+def gather(trainer: Trainer, value: Any) -> list[Any]:
+    """Gather an object from all ranks."""
+    if trainer.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def count_samples(batch: Any) -> int:
+    """Return the length of the first tensor with a dimension (or 1)."""
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
+
+
+def count_tokens(batch: Any, num_samples: int, tokens: int | Callable[[Any], int] | str) -> int:
+    """Return the tokens of a batch; 0 if it has none."""
+    if isinstance(tokens, int):
+        return tokens * num_samples
+    if callable(tokens):
+        return int(tokens(batch))
+    first = [batch["input_ids"]] if isinstance(batch, Mapping) and "input_ids" in batch else []
+    integers = (torch.uint8, torch.int16, torch.int32, torch.int64)
+    found = (x for x in [*first, *tree_leaves(batch)] if isinstance(x, Tensor) and x.ndim == 2 and x.dtype in integers)
+    return next((tensor.numel() for tensor in found), 0)
+
+
+def throughput_values(throughput: Throughput) -> dict[str, float]:
+    """Return the ``throughput/*`` values."""
+    rates = {"samples_per_s": throughput.samples_per_second, "tokens_per_s": throughput.tokens_per_second}
+    values = {"throughput/step_s": throughput.step_seconds, "throughput/batch_size": throughput.batch_size}
+    for name, rate in rates.items():
+        if rate is not None:
+            values[f"throughput/{name}"] = rate
+            values[f"throughput/{name}_per_device"] = rate / throughput.num_devices
+    return values
+
+
+def scaling_values(scaling: Scaling, num_devices: int) -> dict[str, float]:
+    """Return the ``scaling/*`` values; none if the baseline does not compare."""
+    values = {
+        "scaling/efficiency": scaling.efficiency,
+        "scaling/speedup": scaling.speedup,
+        "scaling/per_doubling": scaling.per_doubling,
+        "scaling/num_devices": None if scaling.efficiency is None else float(num_devices),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _hardware(trainer: Trainer, layout: Layout) -> Any:
+    return detect_hardware(trainer.strategy.root_device.type, num_devices=layout.world_size)

@@ -1,0 +1,164 @@
+"""Where each step goes: compute, exposed communication by axis, bubble and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_hybrid.callbacks.measurement import Measurement, has_marks
+from lightning_hybrid.layout import Layout
+from lightning_hybrid.metrics.breakdown import PARTS, Breakdown, Span, break_down, mean, overlap, spans_of_marks
+from lightning_hybrid.pipeline.timeline import Timeline
+from lightning_hybrid.recorder import RecordedStep, gather_timelines
+from lightning_hybrid.sampling import StepSample
+
+__all__ = ["StepBreakdown"]
+
+#: Parts inside of which communication may hide from the marks.
+_OPAQUE = ("compute", "optimizer", "communication_data_shard")
+_WORST = ("compute", "communication", "bubble", "data_wait")
+
+
+class StepBreakdown(Measurement):
+    """Logs how the time of an optimizer step is spent, for the whole job.
+
+    A step lasts from one optimizer step's end to the next; warm-up, validation and checkpointing do not count. The
+    parts add up to it exactly. ``PART`` is one of
+
+    - ``compute``;
+    - ``optimizer``;
+    - ``communication_tensor``, ``communication_data_shard``, ``communication_data_replicate``,
+      ``communication_pipeline``, ``communication_world`` (the global norm), ``communication_unknown``: exposed, that
+      is, not covered by computation;
+    - ``data_wait``: for the dataloader;
+    - ``bubble``: the rank waits because another stage has not computed yet;
+    - ``other``: Lightning, Python, other callbacks.
+
+    =============================  =====================================================================
+    key                            value
+    =============================  =====================================================================
+    ``step/time_s``                seconds of a step, mean over ranks
+    ``step/PART_s``                seconds in that part, mean over ranks
+    ``step/communication_s``       all ``communication_*`` together
+    ``step_share/PART``            ``step/PART_s`` / ``step/time_s``
+    ``step_worst/PART_s``          most seconds of any rank (compute, communication, bubble, data_wait)
+    ``step_worst/PART_rank``       that rank
+    =============================  =====================================================================
+
+    The times are the mean over the latest ordinary steps (at most 8), taken from marks that the strategy makes at every
+    step. What marks cannot see, collectives inside of an action, is measured on one step under torch's profiler, as a
+    share of the action, and moved from ``compute`` (or ``optimizer``) to its axis in that proportion. The profiled step
+    itself and the one after it (rank 0 writes logs) enter no mean.
+
+    Args:
+        every_n_steps: see :class:`~lightning_hybrid.callbacks.measurement.Measurement`.
+        num_warmup_steps: likewise.
+        sample: whether to profile a step; without it collectives inside of actions count as ``compute``.
+    """
+
+    def __init__(self, *, every_n_steps: int | None = None, num_warmup_steps: int = 2, sample: bool = True) -> None:
+        super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps)
+        self.sample = sample
+        self.breakdowns: list[Breakdown] = []
+        """The latest measurement by global rank, on every rank."""
+        self._sample: StepSample | None = None
+
+    @override
+    def is_active(self, trainer: Trainer) -> bool:
+        return has_marks(trainer, self)
+
+    @override
+    def on_step(self, trainer: Trainer, step: RecordedStep) -> None:
+        if self.is_due(trainer, step.index):
+            with self.recorder(trainer).measuring():
+                exposed = self._sample.stop() if self._sample is not None else []
+                self._sample = None
+                self._measure(trainer, step, exposed)
+        if self.sample and self.is_due(trainer, step.index + 1):
+            with self.recorder(trainer).measuring():
+                strategy: Any = trainer.strategy
+                self._sample = StepSample(strategy.root_device, sampled_axes(strategy.layout))
+                self._sample.start()
+
+    def _measure(self, trainer: Trainer, step: RecordedStep, exposed: list[Span]) -> None:
+        strategy: Any = trainer.strategy
+        steps = self.ordinary_steps(trainer) or [step]
+        *timelines, sampled = gather_timelines(strategy, [*steps, step])
+        reduce_part = "communication_data_shard" if strategy.layout.shard_size > 1 else "communication_data_replicate"
+        spans = [_spans(s, runs, strategy.schedule_rank, reduce_part) for s, runs in zip(steps, timelines, strict=True)]
+        own = mean(
+            [break_down(p, start=s.start, end=s.end, exclude=s.excluded) for s, p in zip(steps, spans, strict=True)]
+        )
+        shares = exposed_shares(_spans(step, sampled, strategy.schedule_rank, reduce_part), exposed)
+        for part in _OPAQUE:
+            own = own.move(part, shares.get(part, {}))
+        self.breakdowns = [Breakdown(seconds=seconds) for seconds in strategy.all_gather_object(dict(own.seconds))]
+        self._measured = step.index
+        self.publish(trainer, summarize(self.breakdowns))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._cancel()
+        super().on_train_end(trainer, pl_module)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._cancel()
+        super().on_exception(trainer, pl_module, exception)
+
+    def _cancel(self) -> None:
+        if self._sample is not None:
+            self._sample.cancel()
+            self._sample = None
+
+
+def _spans(step: RecordedStep, runs: Sequence[Timeline], rank: int, reduce_part: str) -> list[Span]:
+    """Return all that is known of one rank's step."""
+    spans = [Span("data_wait", *wait) for wait in step.data_waits]
+    for timeline in runs:
+        spans += spans_of_marks(timeline[rank], pipeline=timeline.values(), reduce_part=reduce_part)
+    return spans
+
+
+def exposed_shares(spans: Sequence[Span], exposed: Sequence[Span]) -> dict[str, dict[str, float]]:
+    """Return, for each part that may hide communication, which share of it was exposed communication of which part."""
+    shares: dict[str, dict[str, float]] = {}
+    for part in _OPAQUE:
+        windows = [span for span in spans if span.part == part]
+        total = sum(span.end - span.start for span in windows)
+        if total:
+            shares[part] = {other: seconds / total for other, seconds in overlap(exposed, windows).items()}
+    if "communication_unknown" in (optimizer := shares.get("optimizer", {})):
+        optimizer["communication_world"] = optimizer.pop("communication_unknown")  # the global norm, over all ranks
+    return shares
+
+
+def sampled_axes(layout: Layout) -> list[str]:
+    """Return the axes of more than one rank whose collectives run inside of actions."""
+    sizes = {
+        "tensor": layout.tensor_parallel_size,
+        "data_shard": layout.shard_size,
+        "data_replicate": layout.replicate_size,
+    }
+    return [axis for axis, size in sizes.items() if size > 1]
+
+
+def summarize(breakdowns: Sequence[Breakdown]) -> dict[str, float]:
+    """Return the values to log from the breakdowns of all ranks."""
+    job = mean(breakdowns)
+    values = {"step/time_s": job.step, "step/communication_s": job.communication}
+    values |= {f"step/{part}_s": job.seconds[part] for part in PARTS}
+    values |= {f"step_share/{part}": share for part, share in job.shares.items()}
+    for part in _WORST:
+        seconds = [_seconds(breakdown, part) for breakdown in breakdowns]
+        rank = max(range(len(seconds)), key=seconds.__getitem__)
+        values |= {f"step_worst/{part}_s": seconds[rank], f"step_worst/{part}_rank": float(rank)}
+    return values
+
+
+def _seconds(breakdown: Breakdown, part: str) -> float:
+    seconds: Mapping[str, float] = breakdown.seconds
+    return breakdown.communication if part == "communication" else seconds[part]
