@@ -2,3 +2,10 @@
 
 if __name__ != "lightning_hybrid.callbacks":  # a top-level `callbacks` would shadow the user's own folder of that name
     raise ImportError("Import these callbacks as `lightning_hybrid.callbacks`, not as top-level `callbacks`.")
+
+from lightning_hybrid.callbacks.bubble_ratio import BubbleRatio
+from lightning_hybrid.callbacks.config_archive import ConfigArchive
+from lightning_hybrid.callbacks.scaling_efficiency import ScalingEfficiency
+from lightning_hybrid.callbacks.step_breakdown import StepBreakdown
+
+__all__ = ["BubbleRatio", "ConfigArchive", "ScalingEfficiency", "StepBreakdown"]
