@@ -93,3 +93,11 @@ def test_installed_wheel_lives_beside_a_users_callbacks(dist: Path, tmp_path: Pa
 def test_top_level_callbacks_is_refused():
     with pytest.raises(ImportError, match=r"as `lightning_hybrid\.callbacks`"):
         importlib.import_module("callbacks")
+
+
+def test_commands_can_be_imported():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) == {"lightning-hybrid"}
+    for target in scripts.values():
+        module, _, function = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
