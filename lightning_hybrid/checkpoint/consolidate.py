@@ -373,8 +373,8 @@ def _reshard(module: nn.Module) -> None:
 
 
 def _device(mesh: DeviceMesh | None) -> torch.device:
-    """On which the process group sends."""
-    if mesh is None or mesh.device_type == "cpu":
+    """On which the process group sends: gloo from the CPU, also where the ranks compute on accelerators."""
+    if mesh is None or mesh.device_type == "cpu" or dist.get_backend() == "gloo":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
