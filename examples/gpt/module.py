@@ -24,11 +24,11 @@ class LitGPT(L.LightningModule):
     def __init__(
         self,
         *,
-        num_blocks: int = 8,
-        width: int = 64,
+        num_blocks: int = 4,
+        width: int = 96,
         num_heads: int = 4,
         context_length: int = 64,
-        learning_rate: float = 3e-3,
+        learning_rate: float = 2e-3,
         num_warmup_steps: int = 10,
     ) -> None:
         super().__init__()

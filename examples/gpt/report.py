@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import lightning as L
@@ -11,12 +11,12 @@ from lightning.pytorch.loggers import WandbLogger
 from rich.console import Console
 from rich.table import Table
 
-from lightning_hybrid.callbacks import BubbleRatio, ConfigArchive, ScalingEfficiency
+from lightning_hybrid.callbacks import BubbleRatio, ConfigArchive, ScalingEfficiency, StepBreakdown
 
 COMMUNICATION = {
     "tensor": "step/communication_tensor_s",
-    "data (sharding)": "step/communication_data_shard_s",
-    "data (replicas)": "step/communication_data_replicate_s",
+    "data": "step/communication_data_shard_s",
+    "replicas": "step/communication_data_replicate_s",
     "pipeline": "step/communication_pipeline_s",
 }
 """Mesh axis -> the key under which ``StepBreakdown`` logs its exposed communication."""
@@ -37,7 +37,8 @@ class HeldOutLoss(L.Callback):
     def describe(self) -> str:
         """One sentence: before, after, difference."""
         (_, before), *_, (steps, after) = self.values
-        return f"Held-out loss: {before:.2f} nats per byte before, {after:.2f} after {steps} steps ({after - before:+.2f})."
+        change = f"{before:.2f} nats per byte before, {after:.2f} after {steps} steps"
+        return f"Held-out loss: {change} ({after - before:+.2f})."
 
 
 def build_table(values: Mapping[str, float], *, num_devices: int, scaling: str) -> Table:
@@ -53,10 +54,10 @@ def build_table(values: Mapping[str, float], *, num_devices: int, scaling: str) 
     def seconds(key: str) -> tuple[str, str]:
         return f"{1000 * values[key]:.0f} ms", f"{values[key] / step:.0%} of the step"
 
-    table = Table(title=f"One optimizer step, mean of {num_devices} ranks", title_justify="left", title_style="bold")
-    table.add_column("")
-    table.add_column("measured", justify="right")
-    table.add_column("")
+    table = Table(title=f"One optimizer step, mean of {num_devices} ranks", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
     table.add_row("step time", f"{1000 * step:.0f} ms", "")
     table.add_row("compute", *seconds("step/compute_s"))
     for axis, key in COMMUNICATION.items():
@@ -65,15 +66,13 @@ def build_table(values: Mapping[str, float], *, num_devices: int, scaling: str) 
     table.add_row("waiting for other stages", *seconds("step/bubble_s"))
     table.add_row("optimizer", *seconds("step/optimizer_s"))
     table.add_row("everything else", *_rest(values, step), end_section=True)
-    table.add_row(
-        "bubble ratio", f"{values['bubble/measured']:.1%}", f"ideal for this schedule: {values['bubble/ideal']:.1%}"
-    )
+    table.add_row("bubble ratio", f"{values['bubble/measured']:.1%}", f"ideal: {values['bubble/ideal']:.1%}")
     table.add_row(
         "throughput",
         f"{values['throughput/samples_per_s']:.1f} samples/s",
         f"{values['throughput/tokens_per_s']:,.0f} bytes/s",
     )
-    table.add_row("scaling efficiency", *_scaling(values, num_devices, scaling))
+    table.add_row("scaling efficiency", *_scaling(values, scaling))
     return table
 
 
@@ -82,11 +81,11 @@ def _rest(values: Mapping[str, float], step: float) -> tuple[str, str]:
     return f"{1000 * rest:.0f} ms", f"{rest / step:.0%} of the step"
 
 
-def _scaling(values: Mapping[str, float], num_devices: int, kind: str) -> tuple[str, str]:
+def _scaling(values: Mapping[str, float], kind: str) -> tuple[str, str]:
     if "scaling/efficiency" not in values:
         return "none", "no run on one device compares"
     speedup = values["scaling/speedup"]
-    return f"{values['scaling/efficiency']:.1%}", f"{kind}: {speedup:.2f} x one device with {num_devices} devices"
+    return f"{values['scaling/efficiency']:.1%}", f"{kind}: {speedup:.2f} x one device"
 
 
 def shared_cores(trainer: L.Trainer) -> str:
@@ -95,25 +94,29 @@ def shared_cores(trainer: L.Trainer) -> str:
     if trainer.strategy.root_device.type != "cpu" or cores >= processes:
         return ""
     return (
-        f"{processes} processes share {cores} cores here, so the scaling efficiency cannot exceed {cores / processes:.0%}."
-        " On devices of their own it can."
+        f"{processes} processes share {cores} cores here, so about {cores / processes:.0%} is the best that scaling can"
+        " reach."
     )
 
 
 class Report(L.Callback):
-    """Prints the report when training has ended, on global rank 0. Put it behind the callbacks that it reads."""
+    """Prints the report when all is over, on global rank 0. It comes last: after the progress bar and what it reads."""
 
-    def __init__(self, held_out: HeldOutLoss, measurements: Sequence[L.Callback], archive: str) -> None:
+    def __init__(
+        self,
+        held_out: HeldOutLoss,
+        breakdown: StepBreakdown,
+        bubble: BubbleRatio,
+        scaling: ScalingEfficiency,
+        archive: ConfigArchive,
+    ) -> None:
         self.held_out = held_out
-        self.measurements = measurements
-        self.archive = archive
+        self.breakdown, self.bubble, self.scaling, self.archive = breakdown, bubble, scaling, archive
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not trainer.is_global_zero:
             return
-        values: dict[str, float] = {}
-        for callback in self.measurements:
-            values |= getattr(callback, "latest", {})
+        values = {**self.breakdown.latest, **self.bubble.latest, **self.scaling.latest}
         console = Console()
         console.print()
         if trainer.world_size == 1:
@@ -121,8 +124,7 @@ class Report(L.Callback):
             return
         console.print(self.held_out.describe(), style="bold", highlight=False)
         console.print()
-        scaling = next(c.scaling for c in self.measurements if isinstance(c, ScalingEfficiency))
-        kind = "none" if scaling is None else scaling.kind
+        kind = "none" if self.scaling.scaling is None else self.scaling.scaling.kind
         console.print(build_table(values, num_devices=trainer.world_size, scaling=kind))
         console.print(shared_cores(trainer), style="dim", highlight=False)
         for what, where in self.places(trainer).items():
@@ -130,11 +132,17 @@ class Report(L.Callback):
 
     def places(self, trainer: L.Trainer) -> dict[str, str]:
         """Where the reader finds the rest."""
-        archived = next(c for c in self.measurements if isinstance(c, ConfigArchive))
-        picture = next(c.picture_path for c in self.measurements if isinstance(c, BubbleRatio))
         wandb = next(logger for logger in trainer.loggers if isinstance(logger, WandbLogger))
         return {
-            "archive entry": str(archived.path),
-            "timeline": str(picture),
-            "W&B run": f"{Path(wandb.experiment.dir).parent} (offline; `wandb sync` uploads it)",
+            "archive entry": shorten(self.archive.path),
+            "timeline": shorten(self.bubble.picture_path),
+            "W&B run": f"{shorten(Path(wandb.experiment.dir).parent)} (offline; `wandb sync` uploads it)",
         }
+
+
+def shorten(path: str | Path | None) -> str:
+    """A path as one would type it here: relative, if it lies below the current folder."""
+    if path is None:
+        return "none"
+    absolute = Path(path).absolute()
+    return str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)

@@ -15,9 +15,11 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
+import wandb
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import WandbLogger
 
@@ -46,10 +48,16 @@ TP_PLAN = {
 def main() -> None:
     """Measure one device if that has not been done, then train on all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=NUM_DEVICES, help="GPUs, or processes on CPU (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--devices", type=int, default=NUM_DEVICES, help="GPUs, or processes on CPU (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=80, help="optimizer steps, at most one epoch (default: %(default)s)"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/gpt"), help="what is written (default: %(default)s)")
     arguments = parser.parse_args()
+    if arguments.steps < 8:
+        parser.error(f"--steps {arguments.steps} is too few to measure anything; use 8 or more")
     if not ON_GPU:
         torch.set_num_threads(1)  # the processes share the cores
     if arguments.devices > 1 and "LOCAL_RANK" not in os.environ:  # not in the ranks that Lightning starts
@@ -69,43 +77,51 @@ def measure_one_device(folder: Path, num_steps: int = 30) -> None:
 def train(num_devices: int, num_steps: int, folder: Path) -> None:
     """An ordinary Lightning script, but for the strategy and four callbacks."""
     L.seed_everything(0, verbose=False)
-    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    module = LitGPT(context_length=CONTEXT_LENGTH)
+    data = PythonTopics(batch_size=BATCH_SIZE, context_length=CONTEXT_LENGTH)
+    for message in (".*does not have many workers", ".*isinstance.treespec, LeafSpec"):  # the second is Lightning's own
+        warnings.filterwarnings("ignore", message)
     archive, every = str(folder / "archive"), max(4, num_steps // 4)
     held_out = HeldOutLoss()
-    measurements = [
+    measurements = (
         StepBreakdown(every_n_steps=every),
         BubbleRatio(every_n_steps=every),
-        ScalingEfficiency(archive, every_n_steps=every),
+        ScalingEfficiency(archive if num_devices > 1 else None, every_n_steps=every),
         ConfigArchive(archive),
-    ]
+    )
     trainer = L.Trainer(
         accelerator="cuda" if ON_GPU else "cpu",
         devices=num_devices,
         strategy=Hybrid3DStrategy(
-            **choose_degrees_to_give(num_devices, archive),
+            **degrees_to_give(module, num_devices, archive),
             tp_plan=TP_PLAN,
             archive=archive,
             start_method="popen" if ON_GPU else "fork",  # forked processes need not import torch again
         ),
-        max_steps=num_steps,
+        max_epochs=1,
+        limit_train_batches=num_steps,
         num_sanity_val_steps=-1,  # the held-out loss before training
-        val_check_interval=num_steps,
-        check_val_every_n_epoch=None,
         log_every_n_steps=5,
-        logger=WandbLogger(project="lightning-hybrid-demo", save_dir=folder, offline=True) if num_devices > 1 else False,
-        callbacks=[RichProgressBar(), held_out, *measurements, Report(held_out, measurements, archive)],
+        logger=build_logger(folder) if num_devices > 1 else False,
+        callbacks=[RichProgressBar(), held_out, *measurements, Report(held_out, *measurements)],
         enable_checkpointing=False,
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    trainer.fit(LitGPT(context_length=CONTEXT_LENGTH), PythonTopics(batch_size=BATCH_SIZE, context_length=CONTEXT_LENGTH))
+    trainer.fit(module, data)
 
 
-def choose_degrees_to_give(num_devices: int, archive: str) -> dict[str, int]:
+def build_logger(folder: Path) -> WandbLogger:
+    """Weights & Biases without an account: the run stays in the folder."""
+    quiet = wandb.Settings(silent=True)
+    return WandbLogger(project="lightning-hybrid-demo", save_dir=folder, offline=True, settings=quiet)
+
+
+def degrees_to_give(module: LitGPT, num_devices: int, archive: str) -> dict[str, Any]:
     """The demo's degrees; none if the archive knows a run on as many devices: then the strategy starts from that."""
     hardware = detect_hardware(device_type(), num_devices=num_devices)
-    known = choose_degrees(archive, fingerprint_module(LitGPT()), hardware, num_devices)
-    if known is not None and known.entry.hardware.num_devices == num_devices > 1:
+    known = choose_degrees(archive, fingerprint_module(module), hardware, num_devices)
+    if known is not None and known.entry.hardware.num_devices == num_devices:
         return {}
     tensor = 2 if num_devices % 2 == 0 else 1
     pipeline = 2 if num_devices % (2 * tensor) == 0 else 1
