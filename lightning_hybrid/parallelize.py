@@ -1,13 +1,13 @@
 """THE recipe: how one LightningModule becomes this rank's part of a 3D-parallel one, in order.
 
-synchronise -> plan the tensor split -> cut into stages -> split tensors -> move -> shard
+synchronise -> plan the tensor split and check it -> cut into stages -> split tensors -> move -> shard
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,20 @@ from lightning_hybrid.pipeline.schedule import ScheduleSpec
 from lightning_hybrid.pipeline.stage import Cut
 from lightning_hybrid.sharding import ShardedRoot, apply_sharding
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
+from lightning_hybrid.tensor_parallel.check import check_plan
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, build_tp_plan
 
 __all__ = ["Part", "StageMap", "parallelize"]
+
+
+class FirstStep(Protocol):
+    """The user's first step, run without a trace for what it shows."""
+
+    def probe(self, cut: Cut) -> StepFacts:
+        """Run it on holes."""
+
+    def record(self, blocks: list[str]) -> Mapping[str, Any]:
+        """Run it for real up to the blocks; return the arguments of one block of each kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +101,11 @@ def parallelize(
     blocks: str | list[str] | None,
     tp_plan: Mapping[str, Any] | None,
     reshard_after_forward: bool | None,
-    probe: Callable[[Cut], StepFacts],
+    first_step: FirstStep,
 ) -> Part:
     """Turn ``module`` into this rank's part, in place.
 
-    ``probe`` runs the user's step once on holes. All ranks must call this with equal arguments.
+    All ranks must call this with equal arguments.
 
     Raises:
         ConfigurationError: if degrees do not fit the model.
@@ -108,11 +119,14 @@ def parallelize(
         return Part(plan=build_tp_plan(nn.Module(), None, 1), cut=None, facts=None, stages=None, root=None, keys=keys)
     synchronise(module, device)
     plan = build_tp_plan(module, tp_plan, layout.tensor_parallel_size)
+    if layout.tensor_parallel_size > 1:
+        calls = first_step.record(_units(module, blocks))
+        plan = check_plan(module, mesh["tensor_parallel"], plan, calls)
     cut, facts, stages, root = None, None, None, None
     mine = [0]
     if layout.pipeline_parallel_size > 1:
         cut = Cut(module, list_blocks(module, blocks))
-        facts = probe(cut)
+        facts = first_step.probe(cut)
         num_stages = layout.pipeline_parallel_size * stages_per_rank
         stages = map_stages(module, cut, facts, num_stages)
         mine = spec.stages_of_rank(schedule_rank, layout.pipeline_parallel_size, stages_per_rank)

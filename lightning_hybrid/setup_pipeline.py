@@ -21,6 +21,7 @@ from lightning_hybrid.pipeline.step import PipelineRank
 from lightning_hybrid.pipelined import PipelinedStep
 from lightning_hybrid.quiet import quiet_step
 from lightning_hybrid.sharding import call_inside
+from lightning_hybrid.tensor_parallel.check import record_calls
 
 __all__ = ["PipelineSetup"]
 
@@ -37,16 +38,23 @@ class PipelineSetup:
         self._facts: dict[str, StepFacts] = {}
         self._tied: dict[tuple[int, ...], list[Parameter]] = {}
         self._tied_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._first: tuple[str, Any, tuple[Any, ...]] | None = None
         self.num_microbatches = 1
 
-    def first_probe(self, cut: Cut) -> StepFacts:
+    def record(self, blocks: list[str]) -> dict[str, Any]:
+        """Return the arguments of one block of each kind on two samples, for the check of a tensor plan."""
+        if not blocks:
+            return {}
+        name, batch, rest = self._first_batch()
+        if (size := batch_size_of(batch)) > 2:
+            batch = split_batch(batch, -(-size // 2))[0]
+        with quiet_step(self._module, self._trainer, set()):
+            return record_calls(self._module, blocks, lambda: getattr(self._module, name)(batch, *rest))
+
+    def probe(self, cut: Cut) -> StepFacts:
         """Learn the structure from the first batch of whatever the Trainer is about to run."""
         self._cut = cut
         name, batch, rest = self._first_batch()
-        device = next(self._module.parameters()).device
-        batch = self._module._on_before_batch_transfer(batch, 0)
-        batch = self._module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
-        batch = self._trainer.precision_plugin.convert_input(batch)
         self.num_microbatches = self._choose_num_microbatches(batch if name == "training_step" else None)
         part = split_batch(batch, self.num_microbatches)[0] if name == "training_step" else batch
         self._facts[name] = self._probe(name, part, rest)
@@ -85,6 +93,7 @@ class PipelineSetup:
             sync_tied=self._sync_tied,
         )
         self.step.facts.update(self._facts)
+        self._first = None
 
     def copies(self) -> dict[Parameter, int]:
         """Parameters of this rank that live on several pipeline ranks, and on how many."""
@@ -100,12 +109,24 @@ class PipelineSetup:
     # ---- the first batch ------------------------------------------------------------------------------------------
 
     def _first_batch(self) -> tuple[str, Any, tuple[Any, ...]]:
+        """Return a step's name, its first batch as the step will get it (on the module's device), and the rest."""
+        if self._first is None:
+            name, batch, rest = self._take_first_batch()
+            device = next(self._module.parameters()).device
+            with quiet_step(self._module, self._trainer, set(self._module.modules())):
+                batch = self._module._on_before_batch_transfer(batch, 0)
+                batch = self._module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
+                batch = self._trainer.precision_plugin.convert_input(batch)
+            self._first = name, batch, rest
+        return self._first
+
+    def _take_first_batch(self) -> tuple[str, Any, tuple[Any, ...]]:
         trainer = self._trainer
         if trainer.state.fn == TrainerFn.FITTING:
             if is_param_in_hook_signature(self._module.training_step, "dataloader_iter", explicit=True):
                 raise UnsupportedError(
-                    "training_step(self, dataloader_iter) fetches its own batches, which cannot be cut into"
-                    " micro-batches; take batch and batch_idx, or use pipeline_parallel_size=1."
+                    "training_step(self, dataloader_iter) fetches its own batches, which cannot be looked at"
+                    " beforehand; take batch and batch_idx, or use data parallelism only."
                 )
             loop, name = trainer.fit_loop, "training_step"
             loop.setup_data()
@@ -121,8 +142,9 @@ class PipelineSetup:
         combined = loop._combined_loader
         if combined is None:
             raise ConfigurationError(
-                f"A pipeline is cut along a first batch, but there is no data for {name} (limit_*_batches=0, or the"
-                " step is not defined). Give at least one batch, or use pipeline_parallel_size=1."
+                f"Pipeline and tensor parallelism are set up along a first batch, but there is no data for {name}"
+                " (limit_*_batches=0, or the step is not defined). Give at least one batch, or use"
+                " pipeline_parallel_size=1 and tensor_parallel_size=1."
             )
         if name == "training_step":
             firsts = [peek_first_batch(loader) for loader in combined.flattened]

@@ -318,7 +318,7 @@ class Hybrid3DStrategy(AxisCollectives):
             blocks=self._blocks,
             tp_plan=self._tp_plan,
             reshard_after_forward=self._reshard,
-            probe=setup.first_probe,
+            first_step=setup,
         )
         self._module_of_part = module
         self._pipeline = setup if self._part.cut is not None else None
@@ -371,7 +371,8 @@ class Hybrid3DStrategy(AxisCollectives):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         same_worker_seeds(dataloader, self.coordinate.data)
-        return make_peekable(dataloader) if self.layout.pipeline_parallel_size > 1 else dataloader
+        looks_ahead = self.layout.pipeline_parallel_size > 1 or self.layout.tensor_parallel_size > 1
+        return make_peekable(dataloader) if looks_ahead else dataloader
 
     @override
     def on_train_start(self) -> None:

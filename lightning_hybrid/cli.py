@@ -1,0 +1,178 @@
+"""The command ``lightning-hybrid``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any
+
+from jsonargparse import ArgumentParser
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lightning_hybrid.archive import Archive, Entry, best_entry, failed_degrees
+from lightning_hybrid.archive.document import to_plain
+from lightning_hybrid.errors import HybridError
+
+__all__ = ["best_command", "list_command", "main", "show_command"]
+
+_ARCHIVE = "What earlier runs left in an archive of configurations."
+_WIDTH_OF_FILES = 200
+_STYLES = {"ok": "green", "interrupted": "yellow", "running": "blue", "oom": "red", "failed": "red"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0, or 1 with one sentence on stderr (2 for unknown arguments)."""
+    chosen = _build_parser().parse_args(None if arguments is None else list(arguments))
+    command = chosen.archive.subcommand
+    try:
+        _ARCHIVE_COMMANDS[command](**vars(chosen.archive[command]))
+    except HybridError as error:
+        Console(stderr=True).print(f"[red]{type(error).__name__}:[/red] {error}", highlight=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+def _build_parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="lightning-hybrid", description="Hybrid 3D parallelism for Lightning.")
+    archive = ArgumentParser(description=_ARCHIVE)
+    parser.add_subcommands(required=True).add_subcommand("archive", archive, help=_ARCHIVE)
+    commands = archive.add_subcommands(required=True)
+    for name, function in _ARCHIVE_COMMANDS.items():
+        title = (function.__doc__ or "").partition("\n")[0]
+        command = ArgumentParser(description=title)
+        command.add_function_arguments(function, as_group=False, as_positional=True, skip={"json"})
+        if "json" in signature(function).parameters:
+            command.add_argument("--json", action="store_true", help="Print JSON for programs.")
+        commands.add_subcommand(name, command, help=title)
+    return parser
+
+
+def list_command(
+    url: str = "archive",
+    model: str | None = None,
+    status: str | None = None,
+    last: int | None = None,
+    json: bool = False,
+) -> None:
+    """List the entries of an archive, oldest first.
+
+    Args:
+        url: The archive: a folder or any fsspec URL.
+        model: Only entries of this model class.
+        status: Only entries with this status: ok, interrupted, running, oom or failed.
+        last: Only the newest so many.
+        json: Print JSON for programs.
+    """
+    archive = Archive(url)
+    entries = [
+        entry
+        for entry in archive.list()
+        if model in (None, entry.model.model_class) and status in (None, entry.result.status)
+    ]
+    entries = entries[-last:] if last else entries
+    if json:
+        _print_json([to_plain(entry) for entry in entries])
+    elif entries:
+        console = Console()
+        width = None if console.is_terminal else _WIDTH_OF_FILES  # a file has no edge to fit
+        console.print(_table(entries), width=width)
+    else:
+        Console().print(f"No such entries in {archive}.", highlight=False)
+
+
+def show_command(entry: str, url: str = "archive") -> None:
+    """Print one entry as JSON.
+
+    Args:
+        entry: Its id, or a beginning of it that no other entry has.
+        url: The archive: a folder or any fsspec URL.
+    """
+    sys.stdout.write(Archive(url).get(entry).to_json())
+
+
+def best_command(
+    like: str | None = None, num_devices: int | None = None, url: str = "archive", json: bool = False
+) -> None:
+    """Say which entry a run without degrees would start from.
+
+    Args:
+        like: Entry (id or its beginning) with the model and kind of device to choose for; by default the newest.
+        num_devices: Devices of the new run; by default as many as that entry's.
+        url: The archive: a folder or any fsspec URL.
+        json: Print JSON for programs.
+    """
+    archive, console = Archive(url), Console()
+    entries = archive.list()
+    wanted = archive.get(like) if like else entries[-1] if entries else None
+    if wanted is None:
+        match, failed = None, {}
+    else:
+        count = num_devices or wanted.hardware.num_devices
+        match = best_entry(entries, wanted.model, wanted.hardware, count)
+        failed = failed_degrees(entries, wanted.model, wanted.hardware)
+    if json:
+        found = match and {"id": match.entry.id, "degrees": to_plain(match.degrees), "reason": match.reason}
+        _print_json(found)
+        return
+    console.print(match.reason if match else f"No entry of {archive} fits.", highlight=False, soft_wrap=True)
+    for degrees, entry in failed.items():
+        what = "ran out of memory" if entry.result.status == "oom" else "failed"
+        console.print(f"Not tried again: {degrees} {what} in {entry.id}.", highlight=False, soft_wrap=True)
+
+
+_ARCHIVE_COMMANDS: dict[str, Callable[..., None]] = {
+    "list": list_command,
+    "show": show_command,
+    "best": best_command,
+}
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False) + "\n")
+
+
+def _table(entries: Sequence[Entry]) -> Table:
+    table = Table(box=None, header_style="bold")
+    for name in ("id", "status", "degrees (d x t x p)"):
+        table.add_column(name, overflow="fold")
+    for name in ("samples/s", "step", "bubble", "efficiency"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("schedule", "devices", "parameters"):
+        table.add_column(name, overflow="fold")
+    for entry in entries:
+        table.add_row(*_row(entry))
+    return table
+
+
+def _row(entry: Entry) -> list[str]:
+    result, degrees = entry.result, entry.degrees
+    schedule = entry.settings.schedule
+    style = _STYLES[result.status]
+    return [
+        entry.id,
+        f"[{style}]{result.status}[/{style}]",
+        f"{degrees.data_parallel_size} x {degrees.tensor_parallel_size} x {degrees.pipeline_parallel_size}",
+        _number(result.samples_per_second, "{:,.4g}"),
+        _number(result.step_time, "{:.3g} s"),
+        _number(result.bubble.get("bubble/measured"), "{:.0%}"),
+        _number(result.scaling.get("scaling/efficiency"), "{:.0%}"),
+        "" if schedule == "none" else f"{schedule} / {entry.settings.num_microbatches}",
+        f"{entry.hardware.num_devices} x {escape(entry.hardware.kind)}",
+        _short(entry.model.num_parameters),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _short(count: int) -> str:
+    """A number of parameters as people say it: ``1.2B``."""
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return str(count)

@@ -1,0 +1,151 @@
+"""The main promise: at all degrees, with accumulation and clipping, a run equals one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_hybrid.optimizer
+import lightning_hybrid.parallelize
+import lightning_hybrid.pipelined
+import lightning_hybrid.setup_pipeline
+import lightning_hybrid.sharding
+import lightning_hybrid.strategy
+from examples.gpt.module import LitGPT
+from examples.gpt.train import TP_PLAN
+from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
+from tests.ranks import run_ranks
+
+LENGTH = 16
+ROWS = torch.randint(0, 256, (48, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+VARIANTS = [{"accumulate_grad_batches": a, "gradient_clip_val": c} for a in (1, 3) for c in (None, 0.3)]
+TRIPLES = [(d, t, p) for n in (2, 4, 8) for d in (1, 2, 4, 8) for t in (1, 2, 4) for p in (1, 2, 4, 8) if d * t * p == n]
+"""All degrees (data, tensor, pipeline) with product 2, 4 or 8 that 4 heads and 8 blocks allow."""
+
+
+class SGDGPT(LitGPT):
+    """The demo's model under SGD, which shows a wrong constant factor where Adam hides it."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def make_module() -> SGDGPT:
+    return SGDGPT(num_blocks=8, width=16, num_heads=4, context_length=LENGTH)
+
+
+def degrees_of(data: int, tensor: int, pipeline: int, **more: Any) -> dict[str, Any]:
+    return {
+        "data_parallel_size": data,
+        "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": pipeline,
+        "tp_plan": TP_PLAN if tensor > 1 else None,
+        **more,
+    }
+
+
+def all_variants(rank: int, degrees: dict[str, Any], sabotage: Callable[[], Any] | None = None) -> list[Trace]:
+    return [trace(rank, make_module, ROWS, degrees, sabotage=sabotage, **options) for options in VARIANTS]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Trace]:
+    return run_ranks(1, all_variants, ONE_PROCESS)[0]
+
+
+@pytest.mark.parametrize("triple", TRIPLES, ids=lambda triple: "x".join(map(str, triple)))
+def test_equals_one_process(triple: tuple[int, int, int], expected: list[Trace]) -> None:
+    num_ranks = triple[0] * triple[1] * triple[2]
+    found = run_ranks(num_ranks, all_variants, degrees_of(*triple), timeout=240)
+    for right, traces in zip(expected, zip(*found, strict=True), strict=True):
+        assert_equal(right, list(traces))
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "LoopedBFS"])
+@pytest.mark.parametrize("data", [1, 2])
+def test_every_schedule_equals_one_process(data: int, schedule: str, expected: list[Trace]) -> None:
+    found = run_ranks(2 * data, all_variants, degrees_of(data, 1, 2, schedule=schedule), timeout=240)
+    for right, traces in zip(expected, zip(*found, strict=True), strict=True):
+        assert_equal(right, list(traces))
+
+
+def test_replicas_equal_one_process(expected: list[Trace]) -> None:
+    found = run_ranks(4, all_variants, degrees_of(4, 1, 1, replicate_size=2), timeout=120)
+    for right, traces in zip(expected, zip(*found, strict=True), strict=True):
+        assert_equal(right, list(traces))
+
+
+# ---- the same tests must fail when something is wrong ------------------------------------------------------------------
+
+
+def no_reduction_over_data() -> None:
+    lightning_hybrid.sharding.set_gradient_sync.__globals__["FSDPModule"].set_requires_gradient_sync = (
+        lambda self, enabled, **_: [
+            setattr(group, "reduce_grads", False)
+            for state in _states(self)
+            for group in state._fsdp_param_groups
+        ]
+    )
+
+
+def _states(root: Any) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part._get_fsdp_state() for part in root.modules() if isinstance(part, FSDPModule)]
+
+
+def mean_taken_twice() -> None:
+    right = lightning_hybrid.pipelined.reduce_gradients
+    lightning_hybrid.pipelined.reduce_gradients = lambda module, root, scale: right(module, root, scale / 2)
+
+
+def local_norm() -> None:
+    def clip(parameters: Any, max_norm: float, **_: Any) -> Any:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    lightning_hybrid.strategy.clip_grad_norm = clip
+
+
+def one_stage_dropped() -> None:
+    right = lightning_hybrid.parallelize.partition_blocks
+
+    def drop(*args: Any, **kwargs: Any) -> Any:
+        ranges = right(*args, **kwargs)
+        return [*ranges[:-1], range(ranges[-1].start, ranges[-1].stop - 1)]
+
+    lightning_hybrid.parallelize.partition_blocks = drop
+
+
+def partial_sums_not_added() -> None:
+    import lightning_hybrid.tensor_parallel.collectives as collectives
+
+    collectives._LeavePartial.forward = staticmethod(lambda ctx, x, group: x.clone())
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "triple", "variants"),
+    [
+        (mean_taken_twice, (1, 1, 2), [0, 2]),
+        (local_norm, (1, 1, 2), [1, 3]),
+        (no_reduction_over_data, (2, 1, 1), [0]),
+        (partial_sums_not_added, (1, 2, 1), [0]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_wrong_run_is_noticed(
+    sabotage: Callable[[], None], triple: tuple[int, int, int], variants: list[int], expected: list[Trace]
+) -> None:
+    found = run_ranks(2, all_variants, degrees_of(*triple), sabotage, timeout=120)
+    for index in variants:
+        with must_differ():
+            assert_equal(expected[index], [traces[index] for traces in found])
+
+
+def test_a_dropped_block_is_noticed(expected: list[Trace]) -> None:
+    with pytest.raises((AssertionError, Exception)) as caught:
+        found = run_ranks(2, all_variants, degrees_of(1, 1, 2), one_stage_dropped, timeout=120)
+        assert_equal(expected[0], [traces[0] for traces in found])
+    assert caught.value is not None
