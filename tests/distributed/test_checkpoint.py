@@ -11,6 +11,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -81,6 +84,21 @@ class LitLM(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
 
 
+class Own(LitLM):
+    """Splits and shards itself, as for Lightning's ModelParallelStrategy, along the flattened data axis."""
+
+    def configure_model(self) -> None:
+        mesh: Any = self.device_mesh
+        if isinstance(self.head.weight, DTensor):
+            return
+        for block in self.blocks:
+            if mesh["tensor_parallel"].size() > 1:
+                styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(block, mesh["tensor_parallel"], styles)
+            fully_shard(block, mesh=mesh["data_parallel"])
+        fully_shard(self, mesh=mesh["data_parallel"])
+
+
 def loader(num_batches: int, rank: int, layout: Layout, seed: int = 1) -> DataLoader[Any]:
     """The data rank's part of each global batch (Lightning's own training sampler shuffles)."""
     generator = torch.Generator().manual_seed(seed)
@@ -108,26 +126,30 @@ LAYOUTS = {
     "hsdp2x2": layout(4, 1, 1, 2),
     "dp2-pp2": layout(2, 1, 2),
     "tp2-pp2": layout(1, 2, 2),
+    "dp2-tp2": layout(2, 2, 1),
     "dp2-tp2-pp2": layout(2, 2, 2),
 }
 
 
-def build_trainer(name: str, folder: Path, **options: Any) -> L.Trainer:
+def build_trainer(name: str, folder: Path, schedule: str = "1F1B", **options: Any) -> L.Trainer:
     degrees = LAYOUTS[name]
     strategy: Any = "auto"
     if name != "plain":
         plan = PLAN if degrees.tensor_parallel_size > 1 else None
-        strategy = Hybrid3DStrategy(**vars(degrees), tp_plan=plan, archive=None)
+        strategy = Hybrid3DStrategy(**vars(degrees), tp_plan=plan, schedule=schedule, archive=None)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     fixed = {"accelerator": "cpu", "use_distributed_sampler": False, **quiet}
     options = {"enable_checkpointing": False, **fixed, **options}
     return L.Trainer(devices=degrees.world_size, strategy=strategy, default_root_dir=folder, **options)
 
 
-def train(rank: int, name: str, folder: Path, epochs: int, start: Path | None, out: str, tied: bool) -> None:
+def train(
+    rank: int, name: str, folder: Path, epochs: int, start: Path | None, out: str, kind: type[LitLM], options: Any
+) -> None:
     """Train to the end of epoch ``epochs`` (three steps each) and save."""
-    trainer = build_trainer(name, folder, max_epochs=epochs, limit_val_batches=0)
-    trainer.fit(LitLM(tied=tied), loader(3, rank, LAYOUTS[name]), ckpt_path=start)
+    tied = options.pop("tied", False)
+    trainer = build_trainer(name, folder, max_epochs=epochs, limit_val_batches=0, **options)
+    trainer.fit(kind(tied=tied), loader(3, rank, LAYOUTS[name]), ckpt_path=start)
     trainer.save_checkpoint(folder / out)
 
 
@@ -135,10 +157,12 @@ def train(rank: int, name: str, folder: Path, epochs: int, start: Path | None, o
 def run(run_ranks: Callable[..., Any], tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Train at some degrees and return the checkpoint."""
 
-    def run(name: str, epochs: int, start: str | None = None, tied: bool = False) -> dict[str, Any]:
+    def run(
+        name: str, epochs: int, start: str | None = None, kind: type[LitLM] = LitLM, **options: Any
+    ) -> dict[str, Any]:
         out = f"{name}-{epochs}.ckpt"
         path = tmp_path / start if start else None
-        run_ranks(LAYOUTS[name].world_size, train, name, tmp_path, epochs, path, out, tied, timeout=120)
+        run_ranks(LAYOUTS[name].world_size, train, name, tmp_path, epochs, path, out, kind, options, timeout=120)
         checkpoint: dict[str, Any] = torch.load(tmp_path / out, weights_only=True)
         return checkpoint
 
@@ -174,6 +198,18 @@ def test_a_checkpoint_is_the_one_of_one_process(
     saved = found["state_dict"]
     assert all(torch.equal(value, saved[key]) for key, value in module.state_dict().items())
     assert (saved["head.weight"].data_ptr() == saved["embedding.weight"].data_ptr()) is tied
+
+
+def test_virtual_stages(run: Callable[..., dict[str, Any]]) -> None:
+    expected = run("plain", 2)
+    run("pp2", 1, schedule="Interleaved1F1B")
+    assert_same_training(run("pp2", 2, start="pp2-1.ckpt"), expected)
+
+
+def test_a_model_that_shards_itself(run: Callable[..., dict[str, Any]]) -> None:
+    expected = run("plain", 2)
+    run("dp2-tp2", 1, kind=Own)
+    assert_same_training(run("pp2", 2, start="dp2-tp2-1.ckpt"), expected)
 
 
 def test_degrees_may_change_at_every_resume(run: Callable[..., dict[str, Any]]) -> None:
