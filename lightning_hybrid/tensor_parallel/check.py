@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: Largest relative error that rounding explains; wrong splits are off by about 1.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+#: Share of the largest gradient of a block below which another one counts as zero: rounding grows with the block.
+_ZERO = 1e-3
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -154,15 +156,17 @@ def check_block(whole: nn.Module, split: nn.Module, args: Any, kwargs: Any, mesh
     tolerance = _TOLERANCE.get(dtype, 1e-3)
     gradients, partial = {}, set()
     shares = dict(split.named_parameters())
+    norms = [float(parameter.grad.norm()) for parameter in whole.parameters() if parameter.grad is not None]
+    floor = _ZERO * max(norms, default=0.0) or _ZERO
     for name, parameter in whole.named_parameters():
         share, truth = shares[name].grad, parameter.grad
         if truth is None:
             continue
-        error = _agree(_relative(_full(share, truth), truth), mesh)
+        error = _agree(_relative(_full(share, truth), truth, floor), mesh)
         if not error <= tolerance and not isinstance(share, DTensor) and share is not None:
             total = share.clone()
             dist.all_reduce(total, group=mesh.get_group())
-            if _agree(_relative(total, truth), mesh) <= tolerance:
+            if _agree(_relative(total, truth, floor), mesh) <= tolerance:
                 partial.add(name)
         gradients[name] = error
     return BlockCheck(
@@ -242,12 +246,12 @@ def _full(share: Tensor | None, like: Tensor) -> Tensor:
     return share.full_tensor() if isinstance(share, DTensor) else share
 
 
-def _relative(value: Tensor, truth: Tensor) -> float:
-    """Relative error; against the scale of rounding where the truth is zero, as a key bias's gradient is."""
+def _relative(value: Tensor, truth: Tensor, floor: float = 1e-2) -> float:
+    """Relative error; against ``floor`` where the truth is zero but for rounding, as a key bias's gradient is."""
     if value.shape != truth.shape:
         return float("inf")
     value, truth = (torch.nan_to_num(x.detach().float()) for x in (value, truth))
-    return float((value - truth).norm() / truth.norm().clamp(min=1e-2))
+    return float((value - truth).norm() / truth.norm().clamp(min=floor))
 
 
 def _agree(error: float, mesh: DeviceMesh) -> float:
