@@ -1,0 +1,256 @@
+"""The measuring callbacks in real runs: what they log, where it ends up, and what does not count."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.callbacks import BubbleRatio, ScalingEfficiency, StepBreakdown
+from lightning_hybrid.metrics import PARTS
+from tests.wandb_file import read_run
+
+TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+Ranks = Callable[..., list[Any]]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class SleepingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
+class SleepingBlock(nn.Module):
+    """Takes a known time and next to no processor: forward ``seconds``, backward twice that."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.scale, self.seconds = nn.Parameter(torch.ones(width)), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SleepingFunction.apply(x * self.scale, self.seconds)
+
+
+class Words(L.LightningModule):
+    def __init__(self, blocks: list[nn.Module], width: int = 16) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.head = nn.Embedding(32, width), nn.ModuleList(blocks), nn.Linear(width, 32)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        hidden = self.embed(batch["input_ids"])
+        for block in self.blocks:
+            hidden = block(hidden)
+        loss = nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), batch["input_ids"].flatten())
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(num_batches: int, batch_size: int = 8, num_tokens: int = 12) -> DataLoader[Any]:
+    def collate(rows: list[tuple[Tensor]]) -> dict[str, Tensor]:
+        return {"input_ids": torch.stack([row[0] for row in rows])}
+
+    words = torch.randint(0, 32, (num_batches * batch_size, num_tokens))
+    return DataLoader(TensorDataset(words), batch_size=batch_size, collate_fn=collate)
+
+
+def build_trainer(
+    degrees: tuple[int, int, int], folder: Path, callbacks: list[L.Callback], **options: Any
+) -> L.Trainer:
+    strategy_options = {name: options.pop(name) for name in ("schedule", "num_microbatches") if name in options}
+    plan = TP_PLAN if degrees[1] > 1 else None
+    strategy = Hybrid3DStrategy(*degrees, tp_plan=plan, archive=None, **strategy_options)
+    defaults: dict[str, Any] = {"max_steps": 12, "logger": False, "enable_checkpointing": False}
+    return L.Trainer(
+        accelerator="cpu",
+        devices=math.prod(degrees),
+        strategy=strategy,
+        callbacks=callbacks,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{**defaults, **options},
+    )
+
+
+def check_breakdown(values: dict[str, float]) -> None:
+    """The parts are all there, add up to the step, and are shares of it."""
+    parts = [values[f"step/{part}_s"] for part in PARTS]
+    assert sum(parts) == pytest.approx(values["step/time_s"], rel=1e-6)
+    assert all(part >= 0 for part in parts)
+    assert sum(values[f"step_share/{part}"] for part in PARTS) == pytest.approx(1)
+    assert values["step/compute_s"] > 0
+    assert values["step/optimizer_s"] > 0
+    assert values["step_worst/compute_s"] >= values["step/compute_s"] * (1 - 1e-9)
+
+
+# ---- everything that is logged, in every logger ---------------------------------------------------------------------
+
+
+def log_everywhere(rank: int, folder: Path) -> list[dict[str, float]]:
+    os.environ["WANDB_CACHE_DIR"] = os.environ["WANDB_DATA_DIR"] = str(folder / "wandb-own")
+    callbacks = [
+        StepBreakdown(every_n_steps=5),
+        BubbleRatio(every_n_steps=5),
+        ScalingEfficiency({"samples_per_second": 100.0, "global_batch_size": 16}, every_n_steps=5),
+    ]
+    loggers = [
+        CSVLogger(folder, name="csv", version=0, flush_logs_every_n_steps=1),
+        WandbLogger(project="test", save_dir=folder, offline=True),
+    ]
+    trainer = build_trainer(
+        (2, 1, 2), folder, list(callbacks), logger=loggers, log_every_n_steps=1, gradient_clip_val=1.0
+    )
+    trainer.fit(Words([Block(16) for _ in range(4)]), loader(40))
+    if rank == 0:
+        loggers[1].experiment.finish()
+    return [callback.latest for callback in callbacks]
+
+
+def test_csv_and_one_wandb_run_hold_the_values(run_ranks: Ranks, tmp_path: Path) -> None:
+    """Case WB-1: four ranks, a WandbLogger in each of them, one run directory with everything in it."""
+    results = run_ranks(4, log_everywhere, tmp_path, timeout=120)
+    breakdown, bubble, scaling = results[0]
+    assert results[1][0] == breakdown  # every rank knows the values of the whole job
+    check_breakdown(breakdown)
+    assert breakdown["step/communication_data_shard_s"] > 0
+    assert breakdown["step/communication_tensor_s"] == 0
+    assert breakdown["step/communication_unknown_s"] == 0
+    assert 0 < bubble["bubble/measured"] < 1
+    assert bubble["bubble/schedule"] == pytest.approx(0.2, abs=0.02)  # (p - 1) / (m + p - 1) with p = 2, m = 4
+    assert scaling["throughput/batch_size"] == 16
+    assert scaling["throughput/tokens_per_s"] == pytest.approx(12 * scaling["throughput/samples_per_s"])
+    assert scaling["scaling/efficiency"] == pytest.approx(scaling["throughput/samples_per_s"] / 100 / 4)
+
+    keys = {*breakdown, *bubble, *scaling, "train_loss"}
+    with open(tmp_path / "csv" / "version_0" / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert keys <= {key for row in rows for key, value in row.items() if value}
+    assert breakdown["step/time_s"] in [float(row["step/time_s"]) for row in rows if row["step/time_s"]]
+
+    runs = list(tmp_path.glob("wandb/offline-run-*"))
+    assert len(runs) == 1
+    run = read_run(next(runs[0].glob("*.wandb")))
+    logged = {key: value for row in run["history"] for key, value in row.items()}
+    assert keys <= set(logged)
+    for key, value in {**breakdown, **bubble, **scaling}.items():
+        assert value in [row[key] for row in run["history"] if key in row], key
+    steps = {row["trainer/global_step"] for row in run["history"] if "step/time_s" in row}
+    assert steps == {4, 5, 10}  # the second step after two of warm-up, then every fifth
+    assert logged["bubble/timeline._type"] == "images/separated"
+    assert (tmp_path / "csv" / "version_0" / "timeline.png").stat().st_size > 10_000
+
+
+# ---- all axes at once -----------------------------------------------------------------------------------------------
+
+
+def run_in_3d(rank: int, folder: Path) -> dict[str, float]:
+    callback = StepBreakdown(every_n_steps=0)
+    callback.every_n_steps = 100  # only the first measurement
+    trainer = build_trainer((2, 2, 2), folder, [callback], max_steps=5)
+    trainer.fit(Words([Block(16) for _ in range(4)]), loader(20))
+    return callback.latest
+
+
+def test_every_axis_has_its_communication(run_ranks: Ranks, tmp_path: Path) -> None:
+    values = run_ranks(8, run_in_3d, tmp_path, timeout=120)[0]
+    check_breakdown(values)
+    for axis in ("tensor", "data_shard", "pipeline"):
+        assert values[f"step/communication_{axis}_s"] > 0
+    assert values["step/communication_data_replicate_s"] == 0
+    assert values["step/communication_unknown_s"] == 0
+    assert values["step/bubble_s"] > 0
+
+
+# ---- a pipeline that only sleeps ------------------------------------------------------------------------------------
+
+FORWARD = 0.06  # long beside the delays of a loaded machine
+
+
+def sleep_through(rank: int, folder: Path, schedule: str, slow: float) -> tuple[dict[str, float], dict[str, float]]:
+    bubble, breakdown = BubbleRatio(every_n_steps=8, picture=False), StepBreakdown(every_n_steps=8, sample=False)
+    trainer = build_trainer((1, 1, 2), folder, [bubble, breakdown], max_steps=8, schedule=schedule, num_microbatches=4)
+    trainer.fit(Words([SleepingBlock(16, FORWARD), SleepingBlock(16, FORWARD * slow)]), loader(8))
+    return bubble.latest, breakdown.latest
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_bubble_of_known_times(run_ranks: Ranks, tmp_path: Path, schedule: str) -> None:
+    """Two stages of 60 ms forward and 120 ms backward, four micro-batches: bubble 1/5, step 5 x 180 ms."""
+    bubble, breakdown = run_ranks(2, sleep_through, tmp_path, schedule, 1.0)[0]
+    assert bubble["bubble/measured"] == pytest.approx(0.2, abs=0.04)
+    assert bubble["bubble/ideal"] == pytest.approx(0.2, abs=0.02)
+    assert abs(bubble["bubble/imbalance"]) < 0.02
+    assert breakdown["step/compute_s"] == pytest.approx(4 * 3 * FORWARD, rel=0.15)
+    assert breakdown["step/bubble_s"] == pytest.approx(3 * FORWARD, rel=0.35)
+
+
+def test_a_stage_that_is_twice_as_slow_is_imbalance(run_ranks: Ranks, tmp_path: Path) -> None:
+    """Stage 1 takes 120 + 240 ms: 4 x 360 + 180 ms in all, of 2 x 1620 ms there is work in 720 + 1440: bubble 1/3."""
+    bubble, breakdown = run_ranks(2, sleep_through, tmp_path, "1F1B", 2.0)[0]
+    assert bubble["bubble/measured"] == pytest.approx(1 / 3, abs=0.04)
+    assert bubble["bubble/schedule"] == pytest.approx(0.2, abs=0.02)
+    assert bubble["bubble/imbalance"] == pytest.approx(2 / 15, abs=0.03)
+    assert (bubble["bubble/slowest_stage"], bubble["bubble/slowdown"]) == (1, pytest.approx(4 / 3, rel=0.1))
+    assert breakdown["step_worst/compute_rank"] == 0  # global rank 0 holds the last stage
+
+
+# ---- one device, and other strategies -------------------------------------------------------------------------------
+
+
+def test_one_device_has_no_bubble_and_no_communication(tmp_path: Path, run_ranks: Ranks) -> None:
+    breakdown, bubble, scaling = run_ranks(1, run_on_one, tmp_path)[0]
+    check_breakdown(breakdown)
+    assert breakdown["step/communication_s"] == 0
+    assert breakdown["step/bubble_s"] == 0
+    assert bubble == {"bubble/measured": 0.0, "bubble/ideal": 0.0}
+    assert scaling["scaling/efficiency"] == pytest.approx(scaling["throughput/samples_per_s"] / 50)
+
+
+def run_on_one(rank: int, folder: Path) -> list[dict[str, float]]:
+    callbacks = [StepBreakdown(every_n_steps=5), BubbleRatio(every_n_steps=5), ScalingEfficiency(50.0, every_n_steps=5)]
+    build_trainer((1, 1, 1), folder, list(callbacks)).fit(Words([Block(16)]), loader(12))
+    return [callback.latest for callback in callbacks]
+
+
+def test_other_strategies_have_throughput_and_are_told_about_the_rest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callbacks = [StepBreakdown(every_n_steps=5), BubbleRatio(every_n_steps=5), ScalingEfficiency(every_n_steps=5)]
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=6, logger=False, enable_checkpointing=False, callbacks=list(callbacks),
+        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Words([Block(16)]), loader(12))
+    assert [bool(callback.latest) for callback in callbacks] == [False, False, True]
+    assert caplog.text.count("logs nothing: it reads the marks") == 2
