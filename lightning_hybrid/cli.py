@@ -20,6 +20,7 @@ from lightning_hybrid.errors import HybridError
 __all__ = ["best_command", "list_command", "main", "show_command"]
 
 _ARCHIVE = "What earlier runs left in an archive of configurations."
+_WIDTH_OF_TABLE = 120
 _WIDTH_OF_FILES = 200
 _STYLES = {"ok": "green", "interrupted": "yellow", "running": "blue", "oom": "red", "failed": "red"}
 
@@ -77,9 +78,9 @@ def list_command(
     if json:
         _print_json([to_plain(entry) for entry in entries])
     elif entries:
-        console = Console()
-        width = None if console.is_terminal else _WIDTH_OF_FILES  # a file has no edge to fit
-        console.print(_table(entries), width=width)
+        terminal = Console()
+        console = terminal if terminal.is_terminal else Console(width=_WIDTH_OF_FILES)  # a file has no edge to fit
+        console.print(_table(entries, narrow=console.width < _WIDTH_OF_TABLE))
     else:
         Console().print(f"No such entries in {archive}.", highlight=False)
 
@@ -135,35 +136,35 @@ def _print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False) + "\n")
 
 
-def _table(entries: Sequence[Entry]) -> Table:
+def _table(entries: Sequence[Entry], *, narrow: bool) -> Table:
+    rows = [_row(entry) for entry in entries]
+    columns = list(rows[0])[: 4 if narrow else None]
     table = Table(box=None, header_style="bold")
-    for name in ("id", "status", "degrees (d x t x p)"):
-        table.add_column(name, overflow="fold")
-    for name in ("samples/s", "step", "bubble", "efficiency"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("schedule", "devices", "parameters"):
-        table.add_column(name, overflow="fold")
-    for entry in entries:
-        table.add_row(*_row(entry))
+    for column in columns:
+        numeric = column in ("samples/s", "step", "bubble", "efficiency", "parameters")
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[column] for column in columns))
     return table
 
 
-def _row(entry: Entry) -> list[str]:
+def _row(entry: Entry) -> dict[str, str]:
+    """What the table says of an entry, the most important first."""
     result, degrees = entry.result, entry.degrees
-    schedule = entry.settings.schedule
-    style = _STYLES[result.status]
-    return [
-        entry.id,
-        f"[{style}]{result.status}[/{style}]",
-        f"{degrees.data_parallel_size} x {degrees.tensor_parallel_size} x {degrees.pipeline_parallel_size}",
-        _number(result.samples_per_second, "{:,.4g}"),
-        _number(result.step_time, "{:.3g} s"),
-        _number(result.bubble.get("bubble/measured"), "{:.0%}"),
-        _number(result.scaling.get("scaling/efficiency"), "{:.0%}"),
-        "" if schedule == "none" else f"{schedule} / {entry.settings.num_microbatches}",
-        f"{entry.hardware.num_devices} x {escape(entry.hardware.kind)}",
-        _short(entry.model.num_parameters),
-    ]
+    schedule, style = entry.settings.schedule, _STYLES[result.status]
+    sizes = (degrees.data_parallel_size, degrees.tensor_parallel_size, degrees.pipeline_parallel_size)
+    return {
+        "id": entry.id,
+        "status": f"[{style}]{result.status}[/{style}]",
+        "d x t x p": " x ".join(map(str, sizes)),
+        "samples/s": _number(result.samples_per_second, "{:,.4g}"),
+        "step": _number(result.step_time, "{:.3g} s"),
+        "bubble": _number(result.bubble.get("bubble/measured"), "{:.0%}"),
+        "efficiency": _number(result.scaling.get("scaling/efficiency"), "{:.0%}"),
+        "parameters": _short(entry.model.num_parameters),
+        "schedule": "" if schedule == "none" else f"{schedule} / {entry.settings.num_microbatches}",
+        "devices": f"{entry.hardware.num_devices} x {escape(entry.hardware.kind)}",
+    }
 
 
 def _number(value: float | None, form: str) -> str:

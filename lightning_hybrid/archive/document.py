@@ -7,6 +7,7 @@ JSON reader takes the document (a diverged run has such a loss, and that is wort
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -84,8 +85,7 @@ def _build_union(kind: Any, value: Any, where: str, ignore_unknown: bool) -> Any
 def _build_dataclass(kind: Any, value: Any, where: str, ignore_unknown: bool) -> Any:
     if not isinstance(value, dict):
         raise ArchiveError(f"{where} is {_shown(value)}, which is not an object.")
-    hints = get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    hints, fields = _hints(kind), {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(set(value) - set(fields))
     if unknown and not ignore_unknown:
         raise ArchiveError(f"{where} has unknown fields: {', '.join(unknown)}.")
@@ -99,6 +99,11 @@ def _build_dataclass(kind: Any, value: Any, where: str, ignore_unknown: bool) ->
         return kind(**arguments)
     except ConfigurationError as error:
         raise ArchiveError(f"{where}: {error}") from error
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _shown(value: Any) -> str:
