@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 
 from examples.gpt.module import LitGPT
@@ -154,6 +156,32 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
         "data 2 x tensor 1 x pipeline 1",
         "data 1 x tensor 1 x pipeline 2",
     }
+
+
+def fit_by_cli(rank: int, folder: Path) -> None:
+    """LightningCLI with a config file, which saves its own config into the same folder of runs."""
+    archive = str(folder / "archive")
+    strategy = {"class_path": "lightning_hybrid.Hybrid3DStrategy", "init_args": {**DEGREES, "archive": archive}}
+    callback = {"class_path": "lightning_hybrid.callbacks.ConfigArchive", "init_args": {"url": archive}}
+    trainer = {
+        "accelerator": "cpu",
+        "devices": NUM_RANKS,
+        "strategy": strategy,
+        "callbacks": [callback],
+        "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": str(folder)}},
+        "max_steps": 2,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    LightningCLI(Model, args=["fit", "--config", json.dumps({"trainer": trainer, "seed_everything": 5})])
+
+
+def test_lightning_cli_with_its_own_config_saver(tmp_path: Path) -> None:
+    run_ranks(NUM_RANKS, fit_by_cli, tmp_path)
+    (entry,) = entries_of(tmp_path / "archive")
+    assert (entry.degrees, entry.result.status) == (LAYOUT, "ok")
+    assert len(list(tmp_path.rglob("config.yaml"))) == 1
 
 
 def test_unwritable_folder_warns_once_and_training_goes_on(tmp_path: Path) -> None:
