@@ -6,6 +6,7 @@ Read in this order: :mod:`entry <lightning_hybrid.archive.entry>` (the schema), 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 
@@ -45,6 +46,8 @@ __all__ = [
     "fingerprint_parameters",
 ]
 
+log = logging.getLogger(__name__)
+
 
 def choose_degrees(
     url: str | os.PathLike[str],
@@ -58,6 +61,7 @@ def choose_degrees(
 
     Reads files only; makes no folder and needs no process group. Other runs may write between two reads, so ranks that
     read by themselves can come to different choices: read on one rank and broadcast the match (it pickles).
+    Degrees for as many devices that failed before are named in a warning.
 
     Args:
         url: the archive's folder; one that does not exist is an empty archive.
@@ -69,4 +73,14 @@ def choose_degrees(
     Raises:
         ArchiveError: if the URL cannot be opened or its folder cannot be listed.
     """
-    return best_entry(Archive(url).list(), fingerprint, hardware, num_devices, accept=accept)
+    entries = Archive(url).list()
+    for degrees, entry in failed_degrees(entries, fingerprint, hardware).items():
+        if degrees.world_size == num_devices:
+            what = "ran out of memory" if entry.result.status == "oom" else "failed"
+            log.warning(
+                "%s %s in archive entry %s and will not be chosen; give these degrees to try them again.",
+                degrees,
+                what,
+                entry.id,
+            )
+    return best_entry(entries, fingerprint, hardware, num_devices, accept=accept)

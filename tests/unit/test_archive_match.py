@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,10 +171,20 @@ def test_baseline_is_one_device_same_model_and_comparable_batch() -> None:
     assert find_baseline(entries[:4], GPT, H200) is None
 
 
-def test_choose_degrees_reads_the_folder(tmp_path: Any) -> None:
+def test_choose_degrees_reads_the_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     url = tmp_path / "archive"
     assert choose_degrees(url, GPT, H200, 8) is None
     Archive(url).write(make_entry("a"))
     match = choose_degrees(url, GPT, H200, 16)
     assert match is not None
     assert (match.entry.id, match.degrees) == ("a", layout(4, 2, 2))
+    assert not caplog.records
+    Archive(url).write(make_entry("b", (4, 2, 2), status="oom"))
+    assert choose_degrees(url, GPT, H200, 16) is None
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "data 4 x tensor 2 x pipeline 2 ran out of memory in archive entry b and will not be chosen;"
+        " give these degrees to try them again."
+    )
+    assert choose_degrees(url, GPT, H200, 8) is not None  # on other devices this is nobody's concern
+    assert len(caplog.records) == 1
