@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_hybrid.callbacks.measurement import Measurement, has_marks
+from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.metrics.breakdown import PARTS, Breakdown, Span, break_down, mean, overlap, spans_of_marks
 from lightning_hybrid.pipeline.timeline import Timeline
@@ -53,50 +54,68 @@ class StepBreakdown(Measurement):
     share of the action, and moved from ``compute`` (or ``optimizer``) to its axis in that proportion. The profiled step
     itself and the one after it (rank 0 writes logs) enter no mean.
 
+    Cost, measured on CPU: 0.1 ms at an ordinary step; at a measurement one exchange of marks in the pipeline and one
+    small exchange in the world, a few ms; at a profiled one 15 microseconds for each operator of the step besides.
+
     Args:
         every_n_steps: see :class:`~lightning_hybrid.callbacks.measurement.Measurement`.
         num_warmup_steps: likewise.
-        sample: whether to profile a step; without it collectives inside of actions count as ``compute``.
+        profile_every: measurements from one that profiles to the next; between them the latest shares hold. 0 never
+            profiles: collectives inside of actions then count as ``compute``.
+
+    Raises:
+        ConfigurationError: if a number is negative.
     """
 
-    def __init__(self, *, every_n_steps: int | None = None, num_warmup_steps: int = 2, sample: bool = True) -> None:
+    def __init__(self, *, every_n_steps: int | None = None, num_warmup_steps: int = 2, profile_every: int = 10) -> None:
         super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps)
-        self.sample = sample
+        if profile_every < 0:
+            raise ConfigurationError(f"profile_every={profile_every} must not be negative; 0 never profiles.")
+        self.profile_every = profile_every
         self.breakdowns: list[Breakdown] = []
         """The latest measurement by global rank, on every rank."""
         self._sample: StepSample | None = None
+        self._shares: dict[str, dict[str, float]] = {}
+        self._num_measured = 0
 
     @override
     def is_active(self, trainer: Trainer) -> bool:
         return has_marks(trainer, self)
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._shares, self._num_measured = {}, 0
+
+    @override
     def on_step(self, trainer: Trainer, step: RecordedStep) -> None:
         if self.is_due(trainer, step.index):
             with self.recorder(trainer).measuring():
-                exposed = self._sample.stop() if self._sample is not None else []
+                exposed = None if self._sample is None else self._sample.stop()
                 self._sample = None
                 self._measure(trainer, step, exposed)
-        if self.sample and self.is_due(trainer, step.index + 1):
+        if self.is_due(trainer, step.index + 1) and self.profile_every and not self._num_measured % self.profile_every:
             with self.recorder(trainer).measuring():
                 strategy: Any = trainer.strategy
                 self._sample = StepSample(strategy.root_device, sampled_axes(strategy.layout))
                 self._sample.start()
 
-    def _measure(self, trainer: Trainer, step: RecordedStep, exposed: list[Span]) -> None:
+    def _measure(self, trainer: Trainer, step: RecordedStep, exposed: list[Span] | None) -> None:
+        """Log the breakdown of the latest steps. ``exposed`` is what the profiler saw in ``step``, if it looked."""
         strategy: Any = trainer.strategy
         steps = self.ordinary_steps(trainer) or [step]
-        *timelines, sampled = gather_timelines(strategy, [*steps, step])
+        *timelines, profiled = gather_timelines(strategy, [*steps, step])
         reduce_part = "communication_data_shard" if strategy.layout.shard_size > 1 else "communication_data_replicate"
         spans = [_spans(s, runs, strategy.schedule_rank, reduce_part) for s, runs in zip(steps, timelines, strict=True)]
         own = mean(
             [break_down(p, start=s.start, end=s.end, exclude=s.excluded) for s, p in zip(steps, spans, strict=True)]
         )
-        shares = exposed_shares(_spans(step, sampled, strategy.schedule_rank, reduce_part), exposed)
+        if exposed is not None:
+            self._shares = exposed_shares(_spans(step, profiled, strategy.schedule_rank, reduce_part), exposed)
         for part in _OPAQUE:
-            own = own.move(part, shares.get(part, {}))
+            own = own.move(part, self._shares.get(part, {}))
         self.breakdowns = [Breakdown(seconds=seconds) for seconds in strategy.all_gather_object(dict(own.seconds))]
-        self._measured = step.index
+        self._measured, self._num_measured = step.index, self._num_measured + 1
         self.publish(trainer, summarize(self.breakdowns))
 
     @override

@@ -126,7 +126,7 @@ def _draw_panel(
     boxes.draw()
     names = [_row_name(rank, timeline[rank]) for rank in ranks]
     axes.set_yticks(range(len(ranks)), names, fontsize=9)
-    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.set_ylim(max(1, len(ranks)) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8, colors="#555555")
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import math
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +176,7 @@ def test_csv_and_one_wandb_run_hold_the_values(run_ranks: Ranks, tmp_path: Path)
 
 
 def run_in_3d(rank: int, folder: Path) -> dict[str, float]:
-    callback = StepBreakdown(every_n_steps=0)
-    callback.every_n_steps = 100  # only the first measurement
+    callback = StepBreakdown(every_n_steps=100)  # only the first measurement, at step 4
     trainer = build_trainer((2, 2, 2), folder, [callback], max_steps=5)
     trainer.fit(Words([Block(16) for _ in range(4)]), loader(20))
     return callback.latest
@@ -197,30 +197,46 @@ def test_every_axis_has_its_communication(run_ranks: Ranks, tmp_path: Path) -> N
 FORWARD = 0.06  # long beside the delays of a loaded machine
 
 
+class Kept(BubbleRatio):
+    """Keeps every measurement, as a loaded machine spoils some of them."""
+
+    def __init__(self) -> None:
+        super().__init__(every_n_steps=1, picture=False)
+        self.kept: list[dict[str, float]] = []
+
+    def publish(self, trainer: L.Trainer, values: Mapping[str, float]) -> None:
+        super().publish(trainer, values)
+        self.kept.append(self.latest)
+
+
 def sleep_through(rank: int, folder: Path, schedule: str, slow: float) -> tuple[dict[str, float], dict[str, float]]:
-    bubble, breakdown = BubbleRatio(every_n_steps=8, picture=False), StepBreakdown(every_n_steps=8, sample=False)
+    bubble, breakdown = Kept(), StepBreakdown(every_n_steps=8, profile_every=0)
     trainer = build_trainer((1, 1, 2), folder, [bubble, breakdown], max_steps=8, schedule=schedule, num_microbatches=4)
     trainer.fit(Words([SleepingBlock(16, FORWARD), SleepingBlock(16, FORWARD * slow)]), loader(8))
-    return bubble.latest, breakdown.latest
+    assert len(bubble.kept) == 5  # steps 4 to 8
+    middle = {key: statistics.median(values[key] for values in bubble.kept) for key in bubble.latest}
+    least = min(values["bubble/measured"] for values in bubble.kept)  # delays only add to it
+    return {**middle, "bubble/measured": least}, breakdown.latest
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 def test_bubble_of_known_times(run_ranks: Ranks, tmp_path: Path, schedule: str) -> None:
     """Two stages of 60 ms forward and 120 ms backward, four micro-batches: bubble 1/5, step 5 x 180 ms."""
     bubble, breakdown = run_ranks(2, sleep_through, tmp_path, schedule, 1.0)[0]
-    assert bubble["bubble/measured"] == pytest.approx(0.2, abs=0.04)
-    assert bubble["bubble/ideal"] == pytest.approx(0.2, abs=0.02)
-    assert abs(bubble["bubble/imbalance"]) < 0.02
-    assert breakdown["step/compute_s"] == pytest.approx(4 * 3 * FORWARD, rel=0.15)
-    assert breakdown["step/bubble_s"] == pytest.approx(3 * FORWARD, rel=0.35)
+    assert bubble["bubble/measured"] == pytest.approx(0.2, abs=0.02)
+    assert bubble["bubble/ideal"] == pytest.approx(0.2, abs=0.04)
+    assert abs(bubble["bubble/imbalance"]) < 0.04
+    assert breakdown["step/compute_s"] == pytest.approx(4 * 3 * FORWARD, rel=0.25)
+    assert breakdown["step/bubble_s"] == pytest.approx(3 * FORWARD, rel=0.5)
+    check_breakdown(breakdown)
 
 
 def test_a_stage_that_is_twice_as_slow_is_imbalance(run_ranks: Ranks, tmp_path: Path) -> None:
     """Stage 1 takes 120 + 240 ms: 4 x 360 + 180 ms in all, of 2 x 1620 ms there is work in 720 + 1440: bubble 1/3."""
     bubble, breakdown = run_ranks(2, sleep_through, tmp_path, "1F1B", 2.0)[0]
-    assert bubble["bubble/measured"] == pytest.approx(1 / 3, abs=0.04)
-    assert bubble["bubble/schedule"] == pytest.approx(0.2, abs=0.02)
-    assert bubble["bubble/imbalance"] == pytest.approx(2 / 15, abs=0.03)
+    assert bubble["bubble/measured"] == pytest.approx(1 / 3, abs=0.02)
+    assert bubble["bubble/schedule"] == pytest.approx(0.2, abs=0.001)
+    assert bubble["bubble/imbalance"] == pytest.approx(2 / 15, abs=0.04)
     assert (bubble["bubble/slowest_stage"], bubble["bubble/slowdown"]) == (1, pytest.approx(4 / 3, rel=0.1))
     assert breakdown["step_worst/compute_rank"] == 0  # global rank 0 holds the last stage
 
