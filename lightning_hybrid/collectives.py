@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_hybrid.mesh import axis_group
+
 __all__ = ["AxisCollectives"]
 
 
@@ -33,7 +35,7 @@ class AxisCollectives(ParallelStrategy):
 
     def all_gather_object(self, value: Any, axis: str | None = None) -> list[Any]:
         """Gather a picklable object from all ranks of a mesh axis, or of the world. A collective."""
-        group = self.device_mesh[axis].get_group() if axis else dist.group.WORLD
+        group = axis_group(self.device_mesh, axis) if axis else dist.group.WORLD
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, value, group=group)
         return gathered
@@ -66,7 +68,7 @@ class AxisCollectives(ParallelStrategy):
         return _all_gather_ddp_if_available(tensor, group=self._data_group(group), sync_grads=sync_grads)
 
     def _data_group(self, group: Any) -> Any:
-        return self.device_mesh["data_parallel"].get_group() if group is None else group
+        return axis_group(self.device_mesh, "data_parallel") if group is None else group
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

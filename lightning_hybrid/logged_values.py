@@ -77,7 +77,8 @@ def _combine(entry: _Logged, losses: Sequence[MicrobatchLoss]) -> Any:
 
 
 def _reduce(pairs: Sequence[tuple[MicrobatchLoss, Any]], reduce_fx: Any) -> Tensor:
-    values = [torch.as_tensor(value).detach().float() for _, value in pairs]
+    values = [torch.as_tensor(value).detach() for _, value in pairs]
+    values = [value if value.is_floating_point() else value.float() for value in values]
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
     if name in ("sum", "min", "max"):
         reduced: Tensor = getattr(torch.stack(values), name)()

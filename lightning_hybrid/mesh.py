@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_hybrid.layout import AXES, Layout
 
-__all__ = ["build_mesh", "data_mesh"]
+__all__ = ["axis_group", "build_mesh", "data_mesh"]
 
-_built: dict[tuple[Any, ...], DeviceMesh] = {}
+_built: dict[tuple[Any, ...], tuple[DeviceMesh, DeviceMesh]] = {}
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -23,10 +23,18 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     key = (layout, device_type, id(dist.group.WORLD))
     if key not in _built:
         mesh = init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES)
-        mesh["data_parallel_replicate", "data_parallel_shard"]._flatten("data_parallel")
+        flat = mesh["data_parallel_replicate", "data_parallel_shard"]._flatten("data_parallel")
         _built.clear()
-        _built[key] = mesh
-    return _built[key]
+        _built[key] = (mesh, flat)
+    return _built[key][0]
+
+
+def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
+    """Return the process group of this rank along an axis; ``"data_parallel"`` is the flattened one."""
+    if axis == "data_parallel":  # slicing a flattened axis is deprecated in torch
+        flat = next((flat for built, flat in _built.values() if built is mesh), None)
+        return mesh[axis].get_group() if flat is None else flat.get_group()
+    return mesh[axis].get_group()
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:

@@ -62,14 +62,17 @@ class StageMap:
     def owner_of(self, name: str) -> int:
         """Return the stage that answers for a parameter, buffer or extra state in checkpoints.
 
-        Buffers outside of the blocks belong to the last stage: the code around the blocks runs to its end there.
+        A buffer outside of the blocks belongs to the stage of the parameters beside it; without any to the last stage,
+        where the code around the blocks runs to its end.
         """
         if name in self.stages_of_parameter:
             return self.stages_of_parameter[name][0]
         for stage, blocks in enumerate(self.ranges):
             if any(name.startswith(f"{self.blocks[i]}.") for i in blocks):
                 return stage
-        return len(self.ranges) - 1
+        beside = f"{name.rpartition('.')[0]}."
+        neighbours = [owners[0] for other, owners in self.stages_of_parameter.items() if other.startswith(beside)]
+        return min(neighbours, default=len(self.ranges) - 1)
 
     @property
     def tied(self) -> dict[str, tuple[int, ...]]:

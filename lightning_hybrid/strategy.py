@@ -13,7 +13,6 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
@@ -28,6 +27,7 @@ from lightning_hybrid.checkpoint.consolidate import (
     scatter_model_state,
     scatter_optimizer_state,
 )
+from lightning_hybrid.checkpoint.files import read_checkpoint
 from lightning_hybrid.choose import (
     Choice,
     check_counts,
@@ -39,7 +39,7 @@ from lightning_hybrid.clock import Clock
 from lightning_hybrid.collectives import AxisCollectives
 from lightning_hybrid.data import make_peekable, same_worker_seeds
 from lightning_hybrid.describe import describe_run, layout_table
-from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.errors import CheckpointError, ConfigurationError
 from lightning_hybrid.launchers import HybridMultiProcessingLauncher
 from lightning_hybrid.layout import Coordinate, Layout, resolve_layout
 from lightning_hybrid.mesh import build_mesh
@@ -244,7 +244,6 @@ class Hybrid3DStrategy(AxisCollectives):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         device = self.root_device if self.root_device.type != "cpu" else None
@@ -494,11 +493,16 @@ class Hybrid3DStrategy(AxisCollectives):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._part is None or self._module_of_part is not self.lightning_module:  # still whole: setup comes later
-            super().load_model_state_dict(checkpoint, strict)
-            return
-        assert self.lightning_module is not None
-        scatter_model_state(self.lightning_module, checkpoint["state_dict"], self._keys, strict)
+        module = self.lightning_module
+        assert module is not None
+        is_whole = self._part is None or self._module_of_part is not module  # setup comes later
+        keys = StateKeys.of(module, lambda name: True) if is_whole else self._keys
+        scatter_model_state(module, checkpoint["state_dict"], keys, strict)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Map the file: each rank reads its own part only."""
+        return read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -512,6 +516,11 @@ class Hybrid3DStrategy(AxisCollectives):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"The checkpoint has {len(states)} optimizers, this run has {len(self.optimizers)}. Resume with the"
+                " configure_optimizers that wrote it, or load the weights only."
+            )
         for optimizer, state, order in zip(self.optimizers, states, self._group_names, strict=True):
             scatter_optimizer_state(optimizer, state, self.lightning_module, self._keys, self._mesh, order)
 

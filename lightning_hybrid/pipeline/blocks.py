@@ -38,7 +38,7 @@ def list_blocks(module: nn.Module, names: str | list[str] | None = None) -> list
         except AttributeError:
             known = ", ".join(find_block_lists(module)) or "none"
             raise ConfigurationError(
-                f"blocks={name!r} is not a module of {type(module).__name__}; found lists of blocks: {known}."
+                f"blocks={name!r} is not a module of {type(module).__name__}; use one of its lists of blocks: {known}."
             ) from None
         children = [child for child, _ in container.named_children()]
         if not children:

@@ -1,0 +1,48 @@
+"""An ordinary script, started by the tests in the ways that people start theirs. Prints one line per rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+import lightning_hybrid  # noqa: F401 - registers the strategies
+from lightning_hybrid import Hybrid3DStrategy
+from tests.distributed.equality import QUIET
+from tests.distributed.test_equality import ROWS, SGDGPT
+
+FAIL = os.environ.get("FAIL_ON_RANK")
+
+
+class Failing(SGDGPT):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        optimizer_steps = self.trainer.global_step
+        if str(self.global_rank) == FAIL and optimizer_steps == 2:
+            if os.environ.get("FAIL_BY") == "exit":
+                os._exit(3)
+            raise RuntimeError("the user's own mistake at step 2")
+        return super().training_step(batch, batch_idx)
+
+
+def main(strategy: str) -> None:
+    torch.set_num_threads(1)
+    L.seed_everything(0, verbose=False)
+    module = Failing(num_blocks=4, width=16, num_heads=4, context_length=16)
+    chosen = "HYBRID3D_fork" if strategy == "string" else Hybrid3DStrategy(1, 1, 2, archive=None, start_method=strategy)
+    trainer = L.Trainer(devices=2, strategy=chosen, max_steps=5, **QUIET)
+    start = time.monotonic()
+    trainer.fit(module, DataLoader(ROWS, batch_size=8, shuffle=False))
+    norm = float(sum(p.detach().double().norm() for p in module.parameters()))
+    print(
+        f"RANK {trainer.global_rank} {type(trainer.strategy).__name__} {trainer.strategy.layout} {norm:.10f}",
+        flush=True,
+    )
+    print(f"TOOK {time.monotonic() - start:.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

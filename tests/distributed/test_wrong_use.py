@@ -1,0 +1,154 @@
+"""Wrong use gets a sentence with numbers and the way out, on every rank, before any training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from examples.gpt.train import TP_PLAN
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.errors import ConfigurationError, HybridError
+from tests.distributed.equality import QUIET
+from tests.distributed.test_equality import ROWS, SGDGPT, make_module
+from tests.ranks import run_ranks
+
+
+class Watched(SGDGPT):
+    """Counts real training steps (the looks ahead of time do not reach the optimizer)."""
+
+    num_optimizer_steps = 0
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.num_optimizer_steps += 1
+
+
+def fit(module: L.LightningModule, num_devices: int, **arguments: Any) -> None:
+    strategy = Hybrid3DStrategy(archive=None, **arguments)
+    trainer = L.Trainer(devices=num_devices, strategy=strategy, max_steps=2, **QUIET)
+    trainer.fit(module, DataLoader(ROWS, batch_size=8))
+
+
+def refusal(rank: int, arguments: dict[str, Any], model: dict[str, Any], num_devices: int) -> str:
+    """Return what the run said, after making sure that it said it in time."""
+    module = Watched(**{"num_blocks": 4, "width": 16, "num_heads": 4, "context_length": 16, **model})
+    with pytest.raises(HybridError) as caught:
+        fit(module, num_devices, **arguments)
+    assert module.num_optimizer_steps == 0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "num_devices", "words"),
+    [
+        ({"data_parallel_size": 3}, {}, 4, ["data_parallel_size=3", "4 devices", "1, 2, 4"]),
+        ({"pipeline_parallel_size": 3}, {}, 4, ["pipeline_parallel_size=3", "4 devices"]),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 4}, {}, 4, ["8", "4 devices"]),
+        (
+            {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 2},
+            {},
+            4,
+            ["makes 2", "4 devices", '"auto"'],
+        ),
+        ({"pipeline_parallel_size": 4}, {"num_blocks": 2}, 4, ["4 pipeline stages", "has 2", "at most 2"]),
+        (
+            {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"},
+            {"num_blocks": 3},
+            2,
+            ["4 pipeline stages", "has 3"],
+        ),
+        (
+            {"tensor_parallel_size": 2, "tp_plan": TP_PLAN},
+            {"num_heads": 1},
+            2,
+            ["tensor_parallel_size=2", "1"],
+        ),
+        ({"tensor_parallel_size": 4, "tp_plan": TP_PLAN}, {"width": 18, "num_heads": 3}, 4, ["4", "3"]),
+        ({"pipeline_parallel_size": 2, "schedule": "2F2B"}, {}, 2, ["'2F2B'", "1F1B", "GPipe"]),
+        ({"pipeline_parallel_size": 2, "num_microbatches": 1}, {}, 2, ["num_microbatches=1", "2 pipeline ranks"]),
+        (
+            {"pipeline_parallel_size": 2, "num_microbatches": 5, "schedule": "Interleaved1F1B"},
+            {},
+            2,
+            ["num_microbatches=5", "4 or 6"],
+        ),
+        ({"data_parallel_size": 2, "replicate_size": 3}, {}, 2, ["replicate_size=3", "data_parallel_size=2"]),
+        ({"data_parallel_size": 0}, {}, 2, ["data_parallel_size=0", "at least 1"]),
+        ({"num_microbatches": "many"}, {}, 2, ["num_microbatches='many'"]),
+        ({"start_method": "thread"}, {}, 2, ["'thread'", "fork"]),
+        ({"pipeline_parallel_size": 2, "blocks": "model.layers"}, {}, 2, ["'model.layers'", "model.blocks"]),
+        ({"pipeline_parallel_size": 2, "stages_per_rank": 2}, {}, 2, ["stages_per_rank=2", "Interleaved1F1B"]),
+    ],
+)
+def test_is_refused_on_every_rank(
+    arguments: dict[str, Any], model: dict[str, Any], num_devices: int, words: list[str]
+) -> None:
+    messages = run_ranks(num_devices, refusal, arguments, model, num_devices)
+    for message in messages:
+        for word in words:
+            assert word in message, message
+        assert any(word in message.lower() for word in ("use ", "change", "must be", "choose")), message
+
+
+class Manual(SGDGPT):
+    def __init__(self) -> None:
+        super().__init__(num_blocks=4, width=16, num_heads=4, context_length=16)
+        self.automatic_optimization = False
+
+
+class Twice(SGDGPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + self.loss(batch.flip(0))
+
+
+class Skip(SGDGPT):
+    """The embedding's output reaches the head past the blocks."""
+
+    def forward(self, tokens: Any) -> Any:
+        model: Any = self.model
+        first = model.token_embedding(tokens)
+        x = first
+        for block in model.blocks:
+            x = block(x)
+        return model.head(model.norm(x + first))
+
+
+def refused_module(rank: int, kind: type[L.LightningModule]) -> str:
+    module = kind() if kind is Manual else kind(num_blocks=4, width=16, num_heads=4, context_length=16)
+    with pytest.raises(HybridError) as caught:
+        fit(module, 2, data_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Manual, ["Manual optimization"]),
+        (Twice, ["model.blocks.0", "more than once"]),
+        (Skip, ["model.token_embedding", "skip a pipeline stage"]),
+    ],
+)
+def test_a_step_that_cannot_be_cut_is_refused_by_name(kind: type[L.LightningModule], words: list[str]) -> None:
+    for message in run_ranks(2, refused_module, kind):
+        assert all(word in message for word in [*words, "pipeline_parallel_size=1"]), message
+
+
+def trains_without_pipeline(rank: int, kind: type[SGDGPT]) -> float:
+    module = kind(num_blocks=2, width=16, num_heads=4, context_length=16)
+    fit(module, 2, data_parallel_size=2)
+    return float(torch.stack([p.full_tensor().norm() for p in module.parameters()]).sum())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", [Twice, Skip])
+def test_what_cannot_be_cut_still_trains_without_a_pipeline(kind: type[SGDGPT]) -> None:
+    first, second = run_ranks(2, trains_without_pipeline, kind)
+    assert first == second > 0
+
+
+def test_arguments_are_refused_where_they_are_given() -> None:
+    with pytest.raises(ConfigurationError, match="unknown"):
+        Hybrid3DStrategy(schedule="fastest")
+    assert make_module().automatic_optimization
