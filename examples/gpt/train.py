@@ -58,8 +58,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps < 8:
         parser.error(f"--steps {arguments.steps} is too few to measure anything; use 8 or more")
-    if not ON_GPU:
-        torch.set_num_threads(1)  # the processes share the cores
+    if not ON_GPU:  # one thread stands for one device, also in the processes that follow
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)
     if arguments.devices > 1 and "LOCAL_RANK" not in os.environ:  # not in the ranks that Lightning starts
         measure_one_device(arguments.folder)
     train(arguments.devices, arguments.steps, arguments.folder)
@@ -68,10 +69,15 @@ def main() -> None:
 def measure_one_device(folder: Path, num_steps: int = 30) -> None:
     """Leave an archive entry of a short run on one device, unless there is one: what scaling is measured against."""
     entries = Archive(folder / "archive").list()
-    if find_baseline(entries, fingerprint_module(LitGPT()), detect_hardware(device_type(), num_devices=1)) is None:
-        print("First a short run on one device, to compare with.", flush=True)
-        command = [sys.executable, "-m", "examples.gpt.train", "--devices", "1"]
-        subprocess.run([*command, "--steps", str(num_steps), "--folder", str(folder)], check=True)
+    if find_baseline(entries, fingerprint_module(LitGPT()), detect_hardware(device_type(), num_devices=1)) is not None:
+        return
+    print(f"First {num_steps} steps on one device, to compare with ...", flush=True)
+    command = [sys.executable, "-m", "examples.gpt.train", "--devices", "1"]
+    command += ["--steps", str(num_steps), "--folder", str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(done.stdout)
+    print(done.stdout.splitlines()[-1], flush=True)
 
 
 def train(num_devices: int, num_steps: int, folder: Path) -> None:
