@@ -37,7 +37,10 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 __all__ = ["RankError", "RankTimeoutError", "run_ranks"]
 
 #: Seconds in which other ranks may still report their own failure after the first one.
-GRACE = 0.5
+GRACE = 1.0
+#: The same when only ranks have failed whose connection broke: the rank that caused it may still be tidying up.
+PATIENCE = 10.0
+BROKEN_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
 class RankError(Exception):
@@ -58,6 +61,8 @@ class Report:
     error: BaseException | None = None
     """The exception, when it can be pickled; ``traceback`` is set for every failure."""
     traceback: str = ""
+    summary: str = ""
+    """The exception's type and message alone."""
     skipped: str = ""
     """The reason, when the rank called ``pytest.skip``."""
 
@@ -79,6 +84,11 @@ class Rank:
         return bool(self.report and self.report.traceback)
 
     @property
+    def follows(self) -> bool:
+        """True for a failure that another rank's failure explains."""
+        return self.report is not None and any(text in self.report.summary for text in BROKEN_CONNECTION)
+
+    @property
     def ended(self) -> float:
         return self.report.time if self.report else math.inf
 
@@ -89,9 +99,8 @@ class Rank:
                 self.report = pickle.loads(self.pipe.recv_bytes())
         if self.report is None and self.reap():
             cause = describe_status(self.status or 0)
-            self.report = Report(
-                time=time.monotonic(), traceback=f"rank {self.rank} {cause} before its function ended.\n"
-            )
+            text = f"rank {self.rank} {cause} before its function ended.\n"
+            self.report = Report(time=time.monotonic(), traceback=text, summary=text)
 
     def reap(self) -> bool:
         """True when the process has ended; also ends what it had started."""
@@ -125,8 +134,8 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout:
         The results in the order of ranks.
 
     Raises:
-        Exception: the exception of the rank that failed first *in time*, caused by a :class:`RankError` with its
-            traceback. ``pytest.skip`` in a rank skips the test.
+        Exception: the exception of the rank that failed first *in time* (a broken connection is never first), caused by
+            a :class:`RankError` with its traceback. ``pytest.skip`` in a rank skips the test.
         RankError: if that rank died, or its exception cannot be pickled.
         RankTimeoutError: if ranks still run after ``timeout`` seconds; all are killed, the text shows where they stood.
     """
@@ -156,13 +165,15 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout:
 
 
 def wait_for(ranks: list[Rank], end: float) -> None:
-    """Return when all ranks have reported, or ``GRACE`` after the first failure, or at ``end``."""
+    """Return when all ranks have reported, or ``GRACE`` seconds after the first failure, or at ``end``."""
     while any(rank.report is None for rank in ranks) and time.monotonic() < end:
         multiprocessing.connection.wait([rank.pipe for rank in ranks if rank.report is None], timeout=0.02)
         for rank in ranks:
             rank.poll()
-        if any(rank.failed for rank in ranks):
-            end = min(end, time.monotonic() + GRACE)
+        if failed := [rank for rank in ranks if rank.failed]:
+            grace = PATIENCE if all(rank.follows for rank in failed) else GRACE
+            first = min(rank.ended for rank in failed if grace == PATIENCE or not rank.follows)
+            end = min(end, first + grace)
 
 
 def wait_for_exit(ranks: list[Rank], seconds: float = 5.0) -> None:
@@ -181,7 +192,7 @@ def raise_first_failure(ranks: list[Rank], timeout: float) -> None:
     if running:
         time.sleep(0.3)  # the signal handler writes all stacks in a few milliseconds
     stacks = "".join(f"\n--- rank {rank.rank} was still running ---\n{rank.read_stacks()}\n" for rank in running)
-    failures = sorted((rank for rank in ranks if rank.failed), key=lambda rank: rank.ended)
+    failures = sorted((rank for rank in ranks if rank.failed), key=lambda rank: (rank.follows, rank.ended))
     if not failures:
         if running:
             names = ", ".join(str(rank.rank) for rank in running)
@@ -189,18 +200,15 @@ def raise_first_failure(ranks: list[Rank], timeout: float) -> None:
         return
     first = failures[0].report
     assert first is not None
-    others = "".join(f"\n--- rank {rank.rank} failed later ---\n{last_line(rank)}" for rank in failures[1:])
+    others = "".join(
+        f"\n--- rank {rank.rank} failed later ---\n{rank.report.summary}" for rank in failures[1:] if rank.report
+    )
     error = RankError(f"rank {failures[0].rank} of {len(ranks)} failed first.\n{first.traceback}{others}{stacks}")
     if first.skipped:
         pytest.skip(first.skipped)
     if isinstance(first.error, Exception):
         raise first.error from error
     raise error
-
-
-def last_line(rank: Rank) -> str:
-    assert rank.report is not None
-    return rank.report.traceback.strip().splitlines()[-1] + "\n"
 
 
 def replay_output(ranks: list[Rank]) -> None:
@@ -329,7 +337,8 @@ def call(function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> byte
     except pytest.skip.Exception as skip:
         return pickle.dumps(Report(time=time.monotonic(), traceback=traceback.format_exc(), skipped=str(skip)))
     except BaseException as error:
-        report = Report(time=time.monotonic(), traceback=traceback.format_exc())
+        summary = "".join(traceback.format_exception_only(type(error), error))
+        report = Report(time=time.monotonic(), traceback=traceback.format_exc(), summary=summary)
         try:
             pickle.loads(data := pickle.dumps(replace(report, error=error)))
             return data

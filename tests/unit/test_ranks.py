@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -36,18 +37,40 @@ def test_ranks_have_a_launchers_environment_and_one_thread():
     assert "RANK" not in os.environ
 
 
-def test_first_failure_in_time_keeps_its_type_and_traceback():
+def test_first_failure_in_time_keeps_its_type_and_traceback(tmp_path: Path):
     def function(rank: int) -> None:
         if rank == 1:
+            (tmp_path / "fails now").touch()
             raise ConfigurationError("pipeline_parallel_size=3 does not divide 8 devices.")
-        time.sleep(0.2)
-        raise RuntimeError("connection closed by peer")
+        while not (tmp_path / "fails now").exists():
+            time.sleep(0.01)
+        time.sleep(0.05)
+        raise RuntimeError("gave up")
 
     with pytest.raises(ConfigurationError, match="does not divide 8 devices") as caught:
         run_ranks(2, function)
     text = str(caught.value.__cause__)
     assert text.startswith("rank 1 of 2 failed first.\nTraceback")
-    assert "--- rank 0 failed later ---\nRuntimeError: connection closed by peer" in text
+    assert "--- rank 0 failed later ---\nRuntimeError: gave up" in text
+
+
+def test_broken_connection_is_not_the_cause():
+    def function(rank: int) -> None:
+        dist.init_process_group("gloo")
+        dist.barrier()
+        try:
+            if rank == 1:
+                raise ValueError("the cause")
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+            time.sleep(1.0 * rank)  # the rank that is to blame tidies up longer than the others
+
+    with pytest.raises(ValueError, match="the cause") as caught:
+        run_ranks(2, function)
+    text = str(caught.value.__cause__)
+    assert text.startswith("rank 1 of 2 failed first.")
+    assert re.search(r"rank 0 failed later ---\nRuntimeError: .*Connection (closed|reset) by peer", text)
 
 
 def test_failure_of_one_rank_ends_the_others_at_once():
