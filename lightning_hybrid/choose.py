@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,15 @@ from typing import Any
 import torch
 
 from lightning_hybrid.archive import choose_degrees, detect_hardware, fingerprint_module
-from lightning_hybrid.errors import ConfigurationError, UnsupportedError
+from lightning_hybrid.errors import ArchiveError, ConfigurationError, UnsupportedError
 from lightning_hybrid.layout import Layout
+from lightning_hybrid.pipeline.blocks import list_blocks
 from lightning_hybrid.pipeline.schedule import ScheduleSpec
+from lightning_hybrid.tensor_parallel.plan import build_tp_plan
 
-__all__ = ["Choice", "check_counts", "check_run", "choose_from_archive", "choose_stages_per_rank"]
+__all__ = ["Choice", "can_run", "check_counts", "check_run", "choose_from_archive", "choose_stages_per_rank"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +32,43 @@ class Choice:
 
 
 def choose_from_archive(
-    url: str, module: Any, device: torch.device, num_devices: int, num_nodes: int, broadcast: Callable[[Any], Any]
+    url: str,
+    module: Any,
+    device: torch.device,
+    num_devices: int,
+    *,
+    num_nodes: int,
+    broadcast: Callable[[Any], Any],
+    accept: Callable[[Layout], bool],
 ) -> Choice | None:
-    """Return what global rank 0 finds in the archive, the same on all ranks; ``None`` if nothing fits. A collective."""
+    """Return what global rank 0 finds in the archive, the same on all ranks; ``None`` if nothing fits. A collective.
+
+    An archive that cannot be read is passed over with a warning: the others wait for rank 0's word.
+    """
     choice: Choice | None = None
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         hardware = detect_hardware(device.type, num_devices=num_devices, num_nodes=num_nodes)
-        match = choose_degrees(url, fingerprint_module(module), hardware, num_devices)
+        try:
+            match = choose_degrees(url, fingerprint_module(module), hardware, num_devices, accept=accept)
+        except ArchiveError as error:
+            logger.warning("The archive is not used: %s", error)
+            match = None
         if match is not None:
             choice = Choice(
                 layout=match.degrees, entry_id=match.entry.id, settings=vars(match.entry.settings), reason=match.reason
             )
     result: Choice | None = broadcast(choice)
     return result
+
+
+def can_run(layout: Layout, module: Any, tp_plan: Any, blocks: Any, spec: ScheduleSpec) -> bool:
+    """Whether the module's heads and blocks allow these degrees."""
+    try:
+        build_tp_plan(module, tp_plan, layout.tensor_parallel_size)
+        num_stages = layout.pipeline_parallel_size * spec.stages_per_rank
+        return layout.pipeline_parallel_size == 1 or len(list_blocks(module, blocks)) >= num_stages
+    except ConfigurationError:
+        return False
 
 
 def check_counts(counts: Mapping[str, Any]) -> None:

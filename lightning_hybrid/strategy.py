@@ -20,31 +20,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hybrid.checkpoint.consolidate import (
-    StateKeys,
-    gather_model_state,
-    gather_optimizer_state,
-    scatter_model_state,
-    scatter_optimizer_state,
-)
-from lightning_hybrid.checkpoint.files import read_checkpoint
+from lightning_hybrid.checkpoint.hooks import CheckpointHooks
 from lightning_hybrid.choose import (
     Choice,
+    can_run,
     check_counts,
     check_run,
     choose_from_archive,
     choose_stages_per_rank,
 )
 from lightning_hybrid.clock import Clock
-from lightning_hybrid.collectives import AxisCollectives
 from lightning_hybrid.data import make_peekable, same_worker_seeds
 from lightning_hybrid.describe import describe_run, layout_table
-from lightning_hybrid.errors import CheckpointError, ConfigurationError
+from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.launchers import HybridMultiProcessingLauncher
 from lightning_hybrid.layout import Coordinate, Layout, resolve_layout
 from lightning_hybrid.mesh import build_mesh
-from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value, disable_foreach_on_mixed_tensors
-from lightning_hybrid.parallelize import Part, parallelize
+from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value
+from lightning_hybrid.parallelize import parallelize
 from lightning_hybrid.pipeline.schedule import Table, find_schedule
 from lightning_hybrid.pipeline.timeline import Mark
 from lightning_hybrid.randomness import StepRandomness, derive_seed, same_random_state
@@ -58,7 +51,7 @@ logger = logging.getLogger(__name__)
 Degree = int | Literal["auto"]
 
 
-class Hybrid3DStrategy(AxisCollectives):
+class Hybrid3DStrategy(CheckpointHooks):
     """Data x tensor x pipeline parallelism with FSDP2 sharding for an unmodified LightningModule.
 
     Args:
@@ -132,9 +125,6 @@ class Hybrid3DStrategy(AxisCollectives):
         self._archive, self._start_method = archive, start_method
         self._process_group_backend, self._timeout = process_group_backend, timeout
         self._layout: Layout | None = None
-        self._part: Part | None = None
-        self._module_of_part: Any = None
-        self._group_names: list[list[list[str]]] = []
         self._pipeline: PipelineSetup | None = None
         self._random: StepRandomness | None = None
         self._clock = Clock(torch.device("cpu"))
@@ -160,6 +150,11 @@ class Hybrid3DStrategy(AxisCollectives):
     def schedule(self) -> str:
         """torch's name of the schedule, ``"none"`` without a pipeline."""
         return self._spec.name if self.layout.pipeline_parallel_size > 1 else "none"
+
+    @property
+    def tp_plan(self) -> Mapping[str, Any] | None:
+        """The user's tensor plan."""
+        return self._tp_plan
 
     @property
     def num_stages(self) -> int:
@@ -213,11 +208,8 @@ class Hybrid3DStrategy(AxisCollectives):
 
     @property
     def is_distributed(self) -> bool:
-        """Read by Lightning: whether samplers are dealt out and logged values synchronised.
-
-        With one data rank all ranks read the user's own sampler, in one order (their random states agree).
-        """
-        return self.layout.data_parallel_size > 1
+        """Read by Lightning: whether samplers are dealt out and logged values synchronised."""
+        return self.num_nodes * self.num_processes > 1
 
     @property
     @override
@@ -268,7 +260,13 @@ class Hybrid3DStrategy(AxisCollectives):
         given = [name for name, value in self._degrees.items() if value != "auto" and name != "replicate_size"]
         if not given and self._archive is not None and self._layout is None:
             choice = choose_from_archive(
-                self._archive, self.lightning_module, self.root_device, num_devices, self.num_nodes, self.broadcast
+                self._archive,
+                self.lightning_module,
+                self.root_device,
+                num_devices,
+                num_nodes=self.num_nodes,
+                broadcast=self.broadcast,
+                accept=lambda layout: can_run(layout, self.lightning_module, self._tp_plan, self._blocks, self._spec),
             )
             if choice is not None:
                 self._take_settings(choice)
@@ -282,7 +280,7 @@ class Hybrid3DStrategy(AxisCollectives):
             return
         if self._schedule_argument == "auto":
             self._spec = find_schedule(choice.settings["schedule"])
-            self._stages_per_rank = self._spec.stages_per_rank
+            self._stages_per_rank = choice.settings["options"].get("stages_per_rank", self._spec.stages_per_rank)
         if self._num_microbatches == "auto":
             self._num_microbatches = choice.settings["num_microbatches"]
 
@@ -293,6 +291,8 @@ class Hybrid3DStrategy(AxisCollectives):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.lightning_module)
+        if self.layout.data_parallel_size == 1:  # all ranks read the user's own sampler, in one order
+            trainer._accelerator_connector.use_distributed_sampler = False
         self._synchronise_randomness()
         if self._part is None or self._module_of_part is not self.lightning_module:
             self._parallelize(trainer)
@@ -336,16 +336,6 @@ class Hybrid3DStrategy(AxisCollectives):
             here, seed = self.coordinate, self.broadcast(torch.initial_seed() % 2**62)
             self._random = StepRandomness(derive_seed(seed, here.data, here.pipeline), self.root_device)
 
-    @override
-    def setup_optimizers(self, trainer: Any) -> None:
-        self._reset_optimizers_and_schedulers()
-        module: Any = self.lightning_module
-        with self._keys.completed(module):  # configure_optimizers sees every parameter, those of other stages on meta
-            super().setup_optimizers(trainer)
-        self._group_names = [self._keys.release(optimizer, module) for optimizer in self.optimizers]
-        for optimizer in self.optimizers:
-            disable_foreach_on_mixed_tensors(optimizer)
-
     def _hook_precision(self) -> None:
         """Clipping goes by one norm over all axes, whoever calls it."""
         plugin: Any = self.precision_plugin
@@ -355,7 +345,8 @@ class Hybrid3DStrategy(AxisCollectives):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
         copies = self._pipeline.copies() if self._pipeline is not None else {}
-        clip_grad_norm(parameters, float(clip_val), mesh=self._mesh, copies=copies)
+        with self._clock.mark("SYNC"):  # the norm needs all stages: those that are done wait here
+            clip_grad_norm(parameters, float(clip_val), mesh=self._mesh, copies=copies)
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_value(self.precision_plugin.main_params(optimizer), float(clip_val))
@@ -477,52 +468,6 @@ class Hybrid3DStrategy(AxisCollectives):
             return
         reshard(self._root)
         super().teardown()
-
-    # ---- state ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _keys(self) -> StateKeys:
-        assert self._part is not None
-        return self._part.keys
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state, on rank 0; a collective."""
-        assert self.lightning_module is not None
-        return gather_model_state(self.lightning_module, self._keys, self._mesh)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.lightning_module
-        assert module is not None
-        is_whole = self._part is None or self._module_of_part is not module  # setup comes later
-        keys = StateKeys.of(module, lambda name: True) if is_whole else self._keys
-        scatter_model_state(module, checkpoint["state_dict"], keys, strict)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Map the file: each rank reads its own part only."""
-        return read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state as one process would have it, on rank 0; a collective."""
-        plain = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds the user's
-        order = self._group_names[self.optimizers.index(plain)]
-        assert self.lightning_module is not None
-        return gather_optimizer_state(plain, self.lightning_module, self._keys, self._mesh, order)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise CheckpointError(
-                f"The checkpoint has {len(states)} optimizers, this run has {len(self.optimizers)}. Resume with the"
-                " configure_optimizers that wrote it, or load the weights only."
-            )
-        for optimizer, state, order in zip(self.optimizers, states, self._group_names, strict=True):
-            scatter_optimizer_state(optimizer, state, self.lightning_module, self._keys, self._mesh, order)
 
     @classmethod
     @override

@@ -78,6 +78,7 @@ def build_table(values: Mapping[str, float], *, num_devices: int, scaling: str) 
 
 def _rest(values: Mapping[str, float], step: float) -> tuple[str, str]:
     rest = values["step/other_s"] + values["step/data_wait_s"] + values["step/communication_unknown_s"]
+    rest += values["step/communication_world_s"]
     return f"{1000 * rest:.0f} ms", f"{rest / step:.0%} of the step"
 
 

@@ -81,6 +81,8 @@ def trace(
     **options: Any,
 ) -> Trace:
     """Train on ``rows`` in their order and record. ``batch_size`` is the global one; ``degrees`` empty: one process."""
+    if sabotage is not None:
+        sabotage()
     L.seed_everything(0, verbose=False)
     degrees = dict(degrees)
     data = degrees.get("data_parallel_size", 1)
@@ -101,8 +103,6 @@ def trace(
     data_rank = trainer.strategy.coordinate.data if degrees else 0
     sampler = DistributedSampler(rows, num_replicas=data, rank=data_rank, shuffle=False)
     loader = DataLoader(rows, batch_size=batch_size // data, sampler=sampler, collate_fn=collate)
-    if sabotage is not None:
-        sabotage()
     trainer.fit(make_module(), loader)
     return recorder.trace
 

@@ -1,0 +1,88 @@
+"""The strategy's hooks for optimizers and state: one plain file, whatever the degrees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hybrid.checkpoint.consolidate import (
+    StateKeys,
+    gather_model_state,
+    gather_optimizer_state,
+    scatter_model_state,
+    scatter_optimizer_state,
+)
+from lightning_hybrid.checkpoint.files import read_checkpoint
+from lightning_hybrid.collectives import AxisCollectives
+from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.optimizer import disable_foreach_on_mixed_tensors
+
+__all__ = ["CheckpointHooks"]
+
+
+class CheckpointHooks(AxisCollectives):
+    """Makes optimizers over a part of the module, and turns parts into whole states and back."""
+
+    _part: Any = None
+    """This rank's :class:`~lightning_hybrid.parallelize.Part`, once there is one."""
+    _module_of_part: Any = None
+    _group_names: list[list[list[str]]]
+    """For each optimizer the parameter names of its groups, as one process has them."""
+
+    @override
+    def setup_optimizers(self, trainer: Any) -> None:
+        self._reset_optimizers_and_schedulers()
+        module: Any = self.lightning_module
+        with self._keys.completed(module):  # configure_optimizers sees every parameter, those of other stages on meta
+            super().setup_optimizers(trainer)
+        self._group_names = [self._keys.release(optimizer, module) for optimizer in self.optimizers]
+        for optimizer in self.optimizers:
+            disable_foreach_on_mixed_tensors(optimizer)
+
+    @property
+    def _keys(self) -> StateKeys:
+        assert self._part is not None
+        keys: StateKeys = self._part.keys
+        return keys
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's state, on rank 0; a collective."""
+        assert self.lightning_module is not None
+        return gather_model_state(self.lightning_module, self._keys, self._mesh)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        is_whole = self._part is None or self._module_of_part is not module  # setup comes later
+        keys = StateKeys.of(module, lambda name: True) if is_whole else self._keys
+        scatter_model_state(module, checkpoint["state_dict"], keys, strict)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Map the file: each rank reads its own part only."""
+        return read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state as one process would have it, on rank 0; a collective."""
+        plain = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds the user's
+        order = self._group_names[self.optimizers.index(plain)]
+        assert self.lightning_module is not None
+        return gather_optimizer_state(plain, self.lightning_module, self._keys, self._mesh, order)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"The checkpoint has {len(states)} optimizers, this run has {len(self.optimizers)}. Resume with the"
+                " configure_optimizers that wrote it, or load the weights only."
+            )
+        for optimizer, state, order in zip(self.optimizers, states, self._group_names, strict=True):
+            scatter_optimizer_state(optimizer, state, self.lightning_module, self._keys, self._mesh, order)
