@@ -7,7 +7,7 @@ output is tagged with the *segment* in which it was made: segment 0 is the code 
 code after block i - 1. A block's argument may depend on
 
 * values made in its own segment, and parameters used directly (these are then held by that segment's stage too),
-* arguments that the block before it had as well (the same object): they travel along with the hidden states,
+* arguments of the block before it (an encoder's output that all blocks get; a residual added outside of the blocks),
 
 and on nothing else: any other value would have to skip a stage, which is refused by name.
 """
@@ -40,6 +40,8 @@ class StepFacts:
     """For each block the positions of its differentiable arguments among its flattened ``(args, kwargs)``."""
     uses: tuple[frozenset[str], ...]
     """For each segment (one more than blocks) the names of the parameters that it uses, blocks' own apart."""
+    reuses: tuple[bool, ...]
+    """For each block whether the code after it computes with the block's arguments (beside handing them on)."""
     flops: tuple[float, ...]
     """For each block the floating point operations of one forward on the probe's micro-batch."""
     flops_outside: tuple[float, ...]
@@ -59,6 +61,8 @@ class Probe:
     _flops_outside: list[float] = field(default_factory=lambda: [0.0])
     _made: dict[int, tuple[Tensor, int, str]] = field(default_factory=dict)
     _carried: dict[int, Any] = field(default_factory=dict)
+    _carried_edges: set[Any] = field(default_factory=set)
+    _reuses: list[bool] = field(default_factory=list)
 
     @property
     def _segment(self) -> int:
@@ -81,6 +85,8 @@ class Probe:
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._arguments.append(tuple(positions))
         self._carried = {id(leaves[i]): leaves[i] for i in positions}
+        self._carried_edges = {(leaves[i].grad_fn, leaves[i].output_nr) for i in positions if leaves[i].grad_fn}
+        self._reuses.append(False)
         self._flops.append(float(hole.flops(args, kwargs)))
         self.order.append(name)
         self._uses.append(set())
@@ -98,12 +104,12 @@ class Probe:
 
     def finish(self, output: Any) -> StepFacts:
         """Note the step's output and return the facts."""
-        self._carried = {}  # what runs after the last block sees the user's own variables
         self._check("the step's output", tree_leaves(output))
         return StepFacts(
             blocks=tuple(self.order),
             arguments=tuple(self._arguments),
             uses=tuple(frozenset(names) for names in self._uses),
+            reuses=tuple(self._reuses),
             flops=tuple(self._flops),
             flops_outside=tuple(self._flops_outside),
         )
@@ -123,7 +129,7 @@ class Probe:
         for leaf in leaves:
             if not isinstance(leaf, Tensor) or not leaf.requires_grad or id(leaf) in self._carried:
                 continue
-            for source in _leaves_of(leaf):
+            for source in self._sources(leaf):
                 if id(source) in self._made:
                     _, segment, maker = self._made[id(source)]
                     if segment != self._segment:
@@ -134,20 +140,23 @@ class Probe:
                 elif id(source) in self.parameter_names:
                     self._uses[self._segment].add(self.parameter_names[id(source)])
 
-
-def _leaves_of(tensor: Tensor) -> list[Tensor]:
-    """All leaf tensors that ``tensor`` depends on."""
-    if tensor.grad_fn is None:
-        return [tensor]
-    leaves: list[Tensor] = []
-    seen: set[Any] = set()
-    stack: list[Any] = [tensor.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        stack.extend(parent for parent, _ in node.next_functions)
-    return leaves
+    def _sources(self, tensor: Tensor) -> list[Tensor]:
+        """All leaf tensors that ``tensor`` depends on, other than through arguments of the block before."""
+        if tensor.grad_fn is None:
+            return [tensor]
+        leaves: list[Tensor] = []
+        seen: set[Any] = set()
+        stack: list[Any] = [(tensor.grad_fn, tensor.output_nr)]
+        while stack:
+            edge = stack.pop()
+            if edge in self._carried_edges:
+                self._reuses[-1] = True
+                continue
+            node, _ = edge
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if hasattr(node, "variable"):
+                leaves.append(node.variable)
+            stack.extend(node.next_functions)
+        return leaves

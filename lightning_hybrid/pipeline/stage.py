@@ -5,7 +5,8 @@ Every call of a block, and of a module with parameters outside of the blocks, go
 stage that owns blocks ``first..last-1`` runs the step,
 
 * whatever comes before block ``first`` is a hole (:mod:`~lightning_hybrid.pipeline.holes`);
-* at the call of block ``first`` the differentiable arguments are replaced by what the previous stage sent;
+* at the call of block ``first`` the differentiable arguments are replaced by what the previous stage sent, in the
+  user's own variables too (a residual may be added outside of the blocks);
 * from there on everything is real;
 * at the call of block ``last`` its differentiable arguments are captured and the step is left by an exception.
 
@@ -71,6 +72,8 @@ class StageRun:
     facts: StepFacts
     receive: Callable[[list[Tensor]], list[Tensor]]
     """Given local stand-ins of the first block's differentiable arguments (right shapes), returns the real ones."""
+    keep: frozenset[int] = frozenset()
+    """Ids of tensors that are not values of this step (placeholders of weights) and must stay what they are."""
     entered: bool = False
     received: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
@@ -90,9 +93,7 @@ class StageRun:
                 anchor = torch.zeros((), requires_grad=True)
                 entered = _Enter.apply(self._keep, anchor, *self.received)  # type: ignore[no-untyped-call]
                 self.received = list(entered)
-            self._substitutes = {
-                id(leaves[i]): (leaves[i], real) for i, real in zip(positions, self.received, strict=True)
-            }
+            self.received = [self._put(leaves[i], real) for i, real in zip(positions, self.received, strict=True)]
             self.entered = True
         for i, real in zip(positions, self.received, strict=True):  # also when the call is recomputed in the backward
             leaves[i] = real
@@ -101,6 +102,25 @@ class StageRun:
 
     def _keep(self, gradients: list[Tensor | None]) -> None:
         self.gradients = gradients
+
+    def _put(self, local: Tensor, real: Tensor) -> Tensor:
+        """Make the user's variable hold the received tensor. Where that cannot be, remember which stands for which."""
+        if not isinstance(local, nn.Parameter) and id(local) not in self.keep:
+            try:
+                torch.utils.swap_tensors(local, real)
+                return local
+            except RuntimeError as error:  # other tensors are views of it
+                reason = str(error)
+        else:
+            reason = "it is a parameter"
+        if self.facts.reuses[self.first]:
+            raise PipelineError(
+                f"The code after block {self.facts.blocks[self.first]} computes with that block's arguments, and one of"
+                f" them cannot be replaced by what the previous stage sent ({reason}). Compute it from the block's"
+                " output, or use pipeline_parallel_size=1."
+            )
+        self._substitutes[id(local)] = (local, real)
+        return real
 
     def substitute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace values that the user's variables still hold from before the first own block."""
@@ -130,6 +150,7 @@ class Cut:
         self._parameters_of: dict[nn.Module, list[str]] = {}
         self._indices: dict[nn.Module, int] = {}
         self._holes: dict[nn.Module, Hole] = {}
+        self.placeholders: frozenset[int] = frozenset()
         self._probe: Probe | None = None
         self._run: StageRun | None = None
         memory: dict[Any, Any] = {}
@@ -197,6 +218,7 @@ class Cut:
                 if parameter is not None and id(parameter) not in kept:
                     del part._parameters[name]
                     part.__dict__[name] = placeholder(parameter)
+        self._note_placeholders()
 
     def to(self, device: torch.device) -> None:
         """Move what stands for released weights to a device."""
@@ -204,8 +226,14 @@ class Cut:
             hole.to(device)
         for part in self.module.modules():
             for name, value in part.__dict__.items():
-                if isinstance(value, Tensor) and 0 in value.stride() and value.device != device:
+                if id(value) in self.placeholders:
                     part.__dict__[name] = placeholder(value, device)
+        self._note_placeholders()
+
+    def _note_placeholders(self) -> None:
+        """Placeholders are the tensors without memory of their own among modules' plain attributes."""
+        attributes = (value for part in self.module.modules() for value in part.__dict__.values())
+        self.placeholders = frozenset(id(v) for v in attributes if isinstance(v, Tensor) and 0 in v.stride())
 
     def run(self, run: StageRun, step: Callable[[], Any]) -> Any:
         """Run one stage. Returns the tensors for the next stage, or the step's own output on the last stage."""

@@ -109,6 +109,7 @@ class PipelineRank:
             first=blocks.start,
             last=blocks.stop,
             facts=inputs.facts,
+            keep=self.cut.placeholders,
             receive=lambda local: self._receive(stage, microbatch, local, marks),
         )
         marks.begin("F" if stage == 0 else "PROLOGUE")
