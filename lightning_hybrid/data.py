@@ -1,68 +1,16 @@
-"""Batches: cut into micro-batches, looked at before the first step, and the same on all ranks of a group."""
+"""Loaders: looked at before the first step, and the same on all ranks of a group."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
-__all__ = ["batch_size_of", "make_peekable", "peek_first_batch", "same_worker_seeds", "split_batch", "split_sizes"]
+__all__ = ["make_peekable", "peek_first_batch", "same_worker_seeds", "uses_default_collate"]
 
 logger = logging.getLogger(__name__)
-
-
-def batch_size_of(batch: Any) -> int:
-    """Return the number of samples: the first dimension of the first tensor that has one.
-
-    Raises:
-        ValueError: if the batch has no such tensor.
-    """
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return int(leaf.shape[0])
-    raise ValueError(
-        f"The batch ({type(batch).__name__}) holds no tensor with a batch dimension, so it cannot be cut into"
-        " micro-batches; use pipeline_parallel_size=1 or return tensors from the dataset."
-    )
-
-
-def split_sizes(num_samples: int, num_microbatches: int) -> list[int]:
-    """Return the sizes of micro-batches, as even as possible, larger ones first; never an empty one."""
-    num = min(num_samples, num_microbatches)
-    small, rest = divmod(num_samples, num)
-    return [small + (i < rest) for i in range(num)]
-
-
-def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
-    """Cut a batch into at most ``num_microbatches`` micro-batches.
-
-    Tensors whose first dimension is the batch size are cut, and so are lists of that length that hold no tensors; all
-    other leaves are the same in every micro-batch.
-    """
-    size = batch_size_of(batch)
-    ends = [0]
-    for part in split_sizes(size, num_microbatches):
-        ends.append(ends[-1] + part)
-
-    def is_list_of_samples(node: Any) -> bool:
-        return (
-            isinstance(node, list) and len(node) == size and not any(isinstance(x, Tensor) for x in tree_leaves(node))
-        )
-
-    def cut(leaf: Any, first: int, last: int) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf[first:last] if leaf.dim() > 0 and leaf.shape[0] == size else leaf
-        return leaf[first:last] if is_list_of_samples(leaf) else leaf
-
-    return [
-        tree_map(lambda leaf, a=first, b=last: cut(leaf, a, b), batch, is_leaf=is_list_of_samples)
-        for first, last in itertools.pairwise(ends)
-    ]
 
 
 class _PeekableIterator:
@@ -168,3 +116,8 @@ class _WorkerInit:
 
     def __call__(self, worker_id: int) -> None:
         self._function(worker_id, self._data_rank)
+
+
+def uses_default_collate(loader: Any) -> bool:
+    """Whether batches are samples stacked by torch's default function, so that every tensor has a row per sample."""
+    return getattr(loader, "collate_fn", None) is default_collate

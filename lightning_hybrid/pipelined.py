@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_hybrid.data import batch_size_of, split_batch
 from lightning_hybrid.gradients import GradientLedger
 from lightning_hybrid.logged_values import LogRecorder, MetricMirror, merge_outputs, without_large_tensors
+from lightning_hybrid.microbatches import BatchSplitter
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine, read_loss
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.schedule import Action, ScheduleSpec
@@ -35,6 +35,7 @@ class PipelinedStep:
         rank: PipelineRank,
         spec: ScheduleSpec,
         num_microbatches: int,
+        splitter: BatchSplitter,
         stages_per_rank: int,
         device: torch.device,
         probe: Callable[[str, Any, tuple[Any, ...]], StepFacts],
@@ -43,6 +44,7 @@ class PipelinedStep:
         """``probe(name, microbatch, rest)`` learns the facts of a kind of step the first time it runs."""
         self._module, self._root, self._rank, self._spec = module, root, rank, spec
         self.num_microbatches, self._stages_per_rank = num_microbatches, stages_per_rank
+        self._splitter = splitter
         self._device, self._probe, self._sync_tied = device, probe, sync_tied
         self.facts: dict[str, StepFacts] = {}
         self._ledger = GradientLedger(module.parameters())
@@ -60,8 +62,7 @@ class PipelinedStep:
         On other stages than the last it returns the same without tensors that have a batch dimension. The loss is a
         node whose backward adds the gradients (see :mod:`lightning_hybrid.gradients`).
         """
-        parts = split_batch(batch, self.num_microbatches)
-        sizes = [batch_size_of(part) for part in parts]
+        parts, sizes = zip(*self._splitter.split(batch, self.num_microbatches), strict=True)
         recorder = LogRecorder()
         inputs = StepInputs(
             num_microbatches=len(parts),

@@ -11,8 +11,9 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_unflatten
 
 from lightning_hybrid.clock import Clock
-from lightning_hybrid.data import batch_size_of, peek_first_batch, split_batch
+from lightning_hybrid.data import peek_first_batch, uses_default_collate
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
+from lightning_hybrid.microbatches import BatchSplitter, batch_size_of
 from lightning_hybrid.parallelize import Part, sync_tied_gradients
 from lightning_hybrid.pipeline.channels import Channels
 from lightning_hybrid.pipeline.probe import StepFacts
@@ -39,15 +40,16 @@ class PipelineSetup:
         self._tied: dict[tuple[int, ...], list[Parameter]] = {}
         self._tied_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._first: tuple[str, Any, tuple[Any, ...]] | None = None
+        self._splitter = BatchSplitter(strategy._unbatched)
         self.num_microbatches = 1
 
     def record(self, blocks: list[str]) -> dict[str, Any]:
-        """Return the arguments of one block of each kind on two samples, for the check of a tensor plan."""
+        """Return the arguments of one block of each kind, for the check of a tensor plan."""
         if not blocks:
             return {}
         name, batch, rest = self._first_batch()
-        if (size := batch_size_of(batch)) > 2:
-            batch = split_batch(batch, -(-size // 2))[0]
+        if (size := batch_size_of(batch)) > 2 and self._strategy.layout.pipeline_parallel_size > 1:
+            batch, _ = self._splitter.split(batch, -(-size // 2))[0]
         with quiet_step(self._module, self._trainer, set()):
             return record_calls(self._module, blocks, lambda: getattr(self._module, name)(batch, *rest))
 
@@ -56,7 +58,7 @@ class PipelineSetup:
         self._cut = cut
         name, batch, rest = self._first_batch()
         self.num_microbatches = self._choose_num_microbatches(batch if name == "training_step" else None)
-        part = split_batch(batch, self.num_microbatches)[0] if name == "training_step" else batch
+        part = self._splitter.split(batch, self.num_microbatches)[0][0] if name == "training_step" else batch
         self._facts[name] = self._probe(name, part, rest)
         return self._facts[name]
 
@@ -87,6 +89,7 @@ class PipelineSetup:
             rank=rank,
             spec=spec,
             num_microbatches=self.num_microbatches,
+            splitter=self._splitter,
             stages_per_rank=strategy._stages_per_rank,
             device=strategy.root_device,
             probe=lambda name, batch, rest: call_inside(part.root, lambda: self._probe(name, batch, rest)),
@@ -147,6 +150,8 @@ class PipelineSetup:
                 " pipeline_parallel_size=1 and tensor_parallel_size=1."
             )
         if name == "training_step":
+            stacks = all(uses_default_collate(loader) for loader in combined.flattened)
+            self._splitter = BatchSplitter(self._strategy._unbatched, only_stacks=stacks)
             firsts = [peek_first_batch(loader) for loader in combined.flattened]
             return name, tree_unflatten(firsts, combined._spec), (0,)
         several = len(combined.flattened) > 1

@@ -66,6 +66,8 @@ class Hybrid3DStrategy(CheckpointHooks):
             ``"auto"`` is 1F1B.
         stages_per_rank: Virtual stages of each pipeline rank, for schedules that have them; ``"auto"`` is 2 for those.
         blocks: FQN(s) of the list(s) of blocks to cut along, if they are not found by themselves.
+        unbatched: Names of the batch's tensors that have no row per sample, for batches where shapes do not tell
+            (see :mod:`lightning_hybrid.microbatches`).
         tp_plan: FQN pattern -> style (``{"model.layers.*.self_attn.q_proj": "colwise", ...}``). Models of Hugging Face
             bring their own.
         reshard_after_forward: Whether a block's gathered parameters are freed after its forward; by default without
@@ -89,6 +91,7 @@ class Hybrid3DStrategy(CheckpointHooks):
         schedule: str = "auto",
         stages_per_rank: Degree = "auto",
         blocks: str | list[str] | None = None,
+        unbatched: list[str] | None = None,
         tp_plan: Mapping[str, Any] | None = None,
         reshard_after_forward: bool | None = None,
         archive: str | None = "archive",
@@ -122,6 +125,7 @@ class Hybrid3DStrategy(CheckpointHooks):
         self._num_microbatches = num_microbatches
         self._stages_per_rank = choose_stages_per_rank(self._spec, stages_per_rank)
         self._blocks, self._tp_plan, self._reshard = blocks, tp_plan, reshard_after_forward
+        self._unbatched = unbatched
         self._archive, self._start_method = archive, start_method
         self._process_group_backend, self._timeout = process_group_backend, timeout
         self._layout: Layout | None = None
