@@ -55,6 +55,8 @@ class ScheduleSpec:
     """Whether ``stages_per_rank`` may be chosen."""
     v_shaped: bool = False
     """Whether stages are placed down and up again (rank 0 holds the first and the last) instead of in rounds."""
+    splits_backward: bool = False
+    """Whether gradients of inputs and of weights are separate actions (zero-bubble schedules)."""
     problem: Callable[[int, int, int], str | None] = lambda num_ranks, num_microbatches, stages_per_rank: None
     """Says what is wrong with a combination of sizes, and the remedy, or ``None``."""
 
@@ -173,6 +175,29 @@ SCHEDULES: dict[str, ScheduleSpec] = {
             problem=_whole_rounds,
         ),
         ScheduleSpec(name="LoopedBFS", build=_torch_order("LoopedBFS"), stages_per_rank=2, multiple_stages=True),
+        ScheduleSpec(
+            name="InterleavedZeroBubble",
+            build=_torch_order("InterleavedZeroBubble"),
+            stages_per_rank=2,
+            multiple_stages=True,
+            splits_backward=True,
+            problem=_whole_rounds,
+        ),
+        ScheduleSpec(
+            name="ZBVZeroBubble",
+            build=_torch_order("ZBVZeroBubble"),
+            stages_per_rank=2,
+            v_shaped=True,
+            splits_backward=True,
+        ),
+        ScheduleSpec(
+            name="DualPipeV",
+            build=_torch_order("DualPipeV"),
+            stages_per_rank=2,
+            v_shaped=True,
+            splits_backward=True,
+            problem=_at_least_stages,
+        ),
     )
 }
 

@@ -74,7 +74,11 @@ class StageRun:
     """Given local stand-ins of the first block's differentiable arguments (right shapes), returns the real ones."""
     keep: frozenset[int] = frozenset()
     """Ids of tensors that are not values of this step (placeholders of weights) and must stay what they are."""
+    leaves: bool = False
+    """Whether received tensors enter as leaves, which a backward split into inputs and weights wants (one copy)."""
     entered: bool = False
+    inputs: list[Tensor] = field(default_factory=list)
+    """The leaves, if they are wanted."""
     received: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
     """Of the received tensors, once the backward has run; ``None`` for those that were not used."""
@@ -89,7 +93,10 @@ class StageRun:
         positions = self.facts.arguments[self.first]
         if not self.entered:
             self.received = self.receive([leaves[i] for i in positions])
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self.leaves:
+                self.inputs = [tensor.requires_grad_() for tensor in self.received]
+                self.received = [tensor.clone() for tensor in self.inputs]
+            elif torch.is_grad_enabled():
                 anchor = torch.zeros((), requires_grad=True)
                 entered = _Enter.apply(self._keep, anchor, *self.received)  # type: ignore[no-untyped-call]
                 self.received = list(entered)

@@ -19,6 +19,7 @@ from lightning_hybrid.pipeline.loss import MicrobatchLoss
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.schedule import Action, Kind, ScheduleSpec
 from lightning_hybrid.pipeline.stage import Cut, StageRun
+from lightning_hybrid.pipeline.torch_schedules import backward_of_inputs, backward_of_weights
 
 __all__ = ["PipelineRank", "StepInputs"]
 
@@ -46,6 +47,8 @@ class _Flight:
     gradients: list[Tensor] = field(default_factory=list)
     arrivals: list[Any] = field(default_factory=list)
     loss: MicrobatchLoss | None = None
+    weights_left: Any = None
+    """What the backward of the inputs left for the backward of the weights."""
 
 
 class PipelineRank:
@@ -110,6 +113,7 @@ class PipelineRank:
             last=blocks.stop,
             facts=inputs.facts,
             keep=self.cut.placeholders,
+            leaves=self.spec.splits_backward,
             receive=lambda local: self._receive(stage, microbatch, local, marks),
         )
         marks.begin("F" if stage == 0 else "PROLOGUE")
@@ -138,31 +142,53 @@ class PipelineRank:
             self._outputs = []
 
     def _backward(self, action: Action) -> None:
-        _, stage, microbatch = action
-        flight = self._flights.pop((stage, microbatch))
+        kind, stage, microbatch = action
+        flight = self._flights[stage, microbatch]
         marks = self.clock.spans(stage, microbatch)
-        if flight.loss is None:
+        if flight.loss is None and kind is not Kind.BACKWARD_WEIGHT:
             marks.begin("WAIT_B")
             self._await_gradients(flight, stage, microbatch)
-        marks.begin("B")
+        marks.begin(kind.value)
         with self.cut.resume(flight.run):
-            if flight.loss is not None:
-                self._seed(flight.loss)
-            else:
-                pairs = [(o, g) for o, g in zip(flight.outputs, flight.gradients, strict=True) if o.requires_grad]
-                if pairs:
-                    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        if stage > 0:
+            self._differentiate(kind, stage, flight)
+        if stage > 0 and kind is not Kind.BACKWARD_WEIGHT:
             received = flight.run.received
             found = flight.run.gradients or [None] * len(received)
             gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(received, found, strict=True)]
             self._hand_over("B", gradients, stage - 1, microbatch)
+        if kind is not Kind.BACKWARD_INPUT:
+            del self._flights[stage, microbatch]
         marks.end()
 
-    def _seed(self, loss: MicrobatchLoss) -> None:
+    def _differentiate(self, kind: Kind, stage: int, flight: _Flight) -> None:
+        """Run the whole backward of a stage, or its inputs' part, or its weights' part.
+
+        The first stage has no inputs: all of its backward counts as weights.
+        """
+        outputs, gradients = self._roots(flight)
+        if kind is Kind.BACKWARD or (stage == 0 and kind is Kind.BACKWARD_WEIGHT):
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+            if self.spec.splits_backward:
+                flight.run.gradients = [leaf.grad for leaf in flight.run.inputs]
+        elif stage > 0 and kind is Kind.BACKWARD_INPUT:
+            if outputs:
+                flight.run.gradients, flight.weights_left = backward_of_inputs(
+                    outputs, gradients, flight.run.inputs, self.cut.module.parameters()
+                )
+        elif stage > 0 and flight.weights_left is not None:
+            backward_of_weights(self.cut.module.parameters(), flight.weights_left)
+
+    def _roots(self, flight: _Flight) -> tuple[list[Tensor], list[Tensor]]:
+        """What a backward starts from: the weighted loss, or the stage's outputs with the gradients that came."""
+        if flight.loss is None:
+            pairs = [(o, g) for o, g in zip(flight.outputs, flight.gradients, strict=True) if o.requires_grad]
+            return [o for o, _ in pairs], [g for _, g in pairs]
+        value, weight = flight.loss.value, flight.loss.weight
         # a micro-batch without any target has a loss of NaN and no gradient
-        if loss.weight and loss.value.requires_grad:
-            loss.value.backward(torch.full_like(loss.value, loss.weight / self.reference))
+        if not weight or not value.requires_grad:
+            return [], []
+        return [value], [torch.full_like(value, weight / self.reference)]
 
     def _hand_over(self, kind: str, tensors: list[Tensor], stage: int, microbatch: int) -> None:
         rank = self.spec.rank_of_stage(stage, self.num_ranks)

@@ -1,4 +1,4 @@
-"""The one place that touches torch's private pipelining internals: reads the order of actions of its schedules.
+"""The one place that touches torch's private pipelining internals: orders of actions, and the split backward.
 
 torch builds the order in methods of its schedule classes, which want live stages and process groups. The methods
 that compute one rank's order only read a few numbers, so they are called on a plain namespace that holds them
@@ -7,14 +7,17 @@ that compute one rank's order only read a few numbers, so they are called on a p
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from lightning_hybrid.pipeline.schedule import Action, Kind, Table
 
-__all__ = ["read_order"]
+__all__ = ["backward_of_inputs", "backward_of_weights", "read_order"]
 
 _KINDS = {kind.value: kind for kind in Kind}
 
@@ -44,3 +47,19 @@ def _actions(item: Any) -> list[Action]:
         return [action for sub in item.sub_actions for action in _actions(sub)]
     kind = _KINDS.get(item.computation_type.value)
     return [] if kind is None else [Action(kind, item.stage_index, item.microbatch_index)]
+
+
+def backward_of_inputs(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Iterable[nn.Parameter]
+) -> tuple[list[Tensor | None], Any]:
+    """Return the gradients of the leaves ``inputs``, and what :func:`backward_of_weights` needs later."""
+    trainable = iter([weight for weight in weights if weight.requires_grad])
+    found, rest = stage_backward_input(list(outputs), list(gradients), list(inputs), trainable)
+    for leaf in inputs:
+        leaf.grad = None
+    return list(found), rest
+
+
+def backward_of_weights(weights: Iterable[nn.Parameter], rest: Any) -> None:
+    """Add the gradients of the weights that :func:`backward_of_inputs` left out."""
+    stage_backward_weight(iter([weight for weight in weights if weight.requires_grad]), rest)
