@@ -163,20 +163,23 @@ class PipelineRank:
     def _differentiate(self, kind: Kind, stage: int, flight: _Flight) -> None:
         """Run the whole backward of a stage, or its inputs' part, or its weights' part.
 
-        The first stage has no inputs: all of its backward counts as weights.
+        The first stage has no inputs: all of its backward counts as weights. Where several tensors enter a stage (a
+        decoder's), all of it counts as inputs: torch's split gives wrong gradients of weights that several of them
+        reach (T5, torch 2.13).
         """
         outputs, gradients = self._roots(flight)
-        if kind is Kind.BACKWARD or (stage == 0 and kind is Kind.BACKWARD_WEIGHT):
+        part = Kind.BACKWARD_INPUT if len(flight.run.inputs) > 1 else Kind.BACKWARD_WEIGHT if stage == 0 else None
+        if kind in (Kind.BACKWARD, part):
             if outputs:
                 torch.autograd.backward(outputs, gradients)
             if self.spec.splits_backward:
                 flight.run.gradients = [leaf.grad for leaf in flight.run.inputs]
-        elif stage > 0 and kind is Kind.BACKWARD_INPUT:
+        elif part is None and kind is Kind.BACKWARD_INPUT:
             if outputs:
                 flight.run.gradients, flight.weights_left = backward_of_inputs(
                     outputs, gradients, flight.run.inputs, self.cut.module.parameters()
                 )
-        elif stage > 0 and flight.weights_left is not None:
+        elif part is None and flight.weights_left is not None:
             backward_of_weights(self.cut.module.parameters(), flight.weights_left)
 
     def _roots(self, flight: _Flight) -> tuple[list[Tensor], list[Tensor]]:

@@ -54,7 +54,8 @@ def backward_of_inputs(
 ) -> tuple[list[Tensor | None], Any]:
     """Return the gradients of the leaves ``inputs``, and what :func:`backward_of_weights` needs later."""
     trainable = iter([weight for weight in weights if weight.requires_grad])
-    found, rest = stage_backward_input(list(outputs), list(gradients), list(inputs), trainable)
+    roots = [output.clone() if output._is_view() else output for output in outputs]  # torch detaches them in place
+    found, rest = stage_backward_input(roots, list(gradients), list(inputs), trainable)
     for leaf in inputs:
         leaf.grad = None
     return list(found), rest

@@ -25,5 +25,8 @@ def runs(rank: int, name: str, degrees: list[dict[str, Any]]) -> list[Trace]:
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_equals_one_process(name: str) -> None:
     expected = run_ranks(1, run, name, ONE_PROCESS)[0]
-    assert_equal(expected, run_ranks(2, run, name, {"pipeline_parallel_size": 2}))
+    schedules = ["1F1B", "InterleavedZeroBubble", "DualPipeV"]
+    found = run_ranks(2, runs, name, [{"pipeline_parallel_size": 2, "schedule": each} for each in schedules])
+    for traces in zip(*found, strict=True):
+        assert_equal(expected, list(traces))
     assert_equal(expected, run_ranks(4, run, name, {"pipeline_parallel_size": 4}))
