@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.archive import choose_degrees, detect_hardware, fingerprint_module
 from lightning_hybrid.errors import ArchiveError, ConfigurationError, UnsupportedError
@@ -103,8 +104,25 @@ def check_run(
                 "Manual optimization calls backward inside of training_step, which a pipeline schedule cannot cut."
                 " Use automatic optimization, or pipeline_parallel_size=1 (data and tensor parallelism work)."
             )
+        batch_norms = [n for n, part in module.named_modules() if isinstance(part, _BatchNorm)] if module else []
+        if batch_norms:
+            logger.warning(
+                "%s (and %d more) takes statistics over each micro-batch, not over the whole batch: the run differs"
+                " from one process. Use GroupNorm or LayerNorm, num_microbatches=1, or pipeline_parallel_size=1.",
+                batch_norms[0],
+                len(batch_norms) - 1,
+            )
     if layout.world_size > 1 and getattr(precision, "scaler", None) is not None:
         raise UnsupportedError(
             'precision="16-mixed" needs one loss scale for all ranks, which is not supported; use "bf16-mixed" or'
             ' "32-true".'
+        )
+
+
+def refuse_whole_model_optimizers(optimizer: Any, layout: Layout) -> None:
+    """Refuse optimizers whose update of one parameter needs the others, which live on other ranks."""
+    if layout.world_size > layout.data_parallel_size and isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "LBFGS takes products over all parameters at once, but each rank holds a part of them. Use SGD, AdamW or"
+            f" another optimizer that works by element, or data parallelism only (now: {layout})."
         )

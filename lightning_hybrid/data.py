@@ -6,9 +6,21 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate
 
-__all__ = ["make_peekable", "peek_first_batch", "same_worker_seeds", "uses_default_collate"]
+from lightning_hybrid.errors import ConfigurationError
+
+__all__ = [
+    "check_same_batch",
+    "checksum",
+    "make_peekable",
+    "peek_first_batch",
+    "same_worker_seeds",
+    "uses_default_collate",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -21,20 +33,24 @@ class _PeekableIterator:
         self._iterator = make()
         self._first: list[Any] = []
         self._epoch: Any = None
-        self.started = False
+        self.num_delivered = 0
 
     def __iter__(self) -> _PeekableIterator:
         return self
 
     def __next__(self) -> Any:
-        if not self.started:
-            self.started = True
-            first, self._first = self._first, []
-            if first and self._epoch == _epoch_of(self._loader):
-                return first[0]
-            if first:  # the sampler has moved to another epoch since: its order is another one
+        if self.num_delivered:
+            self._first = []  # nobody asked for it
+            item = next(self._iterator)
+        elif self._first and self._epoch == _epoch_of(self._loader):
+            item = self._first[0]
+        else:
+            if self._first:  # the sampler has moved to another epoch since: its order is another one
                 self._iterator = self._make()
-        return next(self._iterator)
+            item = next(self._iterator)
+            self._first = [item]  # kept for a look that comes after a prefetch
+        self.num_delivered += 1
+        return item
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
@@ -46,19 +62,21 @@ class _PeekableIterator:
         return self._first[0]
 
 
-class _Peekable:
-    """Mixed into a loader's class: remembers its latest iterator, and hands one out that was only looked at."""
+_WAITING, _LATEST = "_hybrid_waiting_iterator", "_hybrid_latest_iterator"
 
-    def __iter__(self) -> Iterator[Any]:
-        waiting = self.__dict__.pop("_looked_at", None)
-        iterator = waiting or _PeekableIterator(self, super().__iter__)  # type: ignore[misc]
-        self.__dict__["_latest"] = iterator
-        return iterator
 
-    def load_state_dict(self, state: Any) -> None:
-        """A restored loader starts elsewhere: forget what was looked at."""
-        self.__dict__.pop("_looked_at", None)
-        super().load_state_dict(state)  # type: ignore[misc]
+def _iter(self: Any) -> Any:
+    """Of a peekable loader: hand out the iterator that was only looked at, or a new one, and remember it."""
+    waiting = self.__dict__.pop(_WAITING, None)
+    make = type(self)._hybrid_base.__iter__
+    self.__dict__[_LATEST] = waiting or _PeekableIterator(self, lambda: make(self))
+    return self.__dict__[_LATEST]
+
+
+def _load_state_dict(self: Any, state: Any) -> None:
+    """Of a peekable loader: a restored one starts elsewhere, so forget what was looked at."""
+    self.__dict__.pop(_WAITING, None)
+    type(self)._hybrid_base.load_state_dict(self, state)
 
 
 def _epoch_of(loader: Any) -> Any:
@@ -68,13 +86,20 @@ def _epoch_of(loader: Any) -> Any:
 
 
 def make_peekable(loader: Any) -> Any:
-    """Give a loader a class whose iterators can be looked into by :func:`peek_first_batch`."""
+    """Give a loader a class whose iterators can be looked into by :func:`peek_first_batch`.
+
+    The class has one base only: Python refuses to change an instance's class to one with another layout.
+    """
     cls = type(loader)
-    if not issubclass(cls, _Peekable) and hasattr(cls, "__iter__"):
-        try:
-            loader.__class__ = type(cls.__name__, (_Peekable, cls), {"__module__": cls.__module__})
-        except TypeError as error:  # lists and other built-in iterables start anew each time anyway
-            logger.debug("%s cannot be made peekable: %s", cls.__name__, error)
+    if hasattr(cls, "_hybrid_base") or not hasattr(cls, "__iter__"):
+        return loader
+    methods: dict[str, Any] = {"__iter__": _iter, "_hybrid_base": cls, "__module__": cls.__module__}
+    if hasattr(cls, "load_state_dict"):
+        methods["load_state_dict"] = _load_state_dict
+    try:
+        loader.__class__ = type(cls.__name__, (cls,), methods)
+    except TypeError:  # lists and other built-in iterables, which start anew each time anyway
+        logger.debug("%s cannot be looked into beforehand; its first batch is read twice.", cls.__name__)
     return loader
 
 
@@ -88,13 +113,13 @@ def peek_first_batch(loader: Any) -> Any:
         ValueError: if the loader is empty.
     """
     try:
-        if not isinstance(loader, _Peekable):
+        if not hasattr(type(loader), "_hybrid_base"):
             return next(iter(loader))
-        iterator = loader.__dict__.get("_latest")
-        if iterator is None or iterator.started:
+        iterator = loader.__dict__.get(_LATEST)
+        if iterator is None or iterator.num_delivered > 1:
             iterator = iter(loader)
-            loader.__dict__["_looked_at"] = iterator
-        return iterator.peek()  # type: ignore[union-attr]
+            loader.__dict__[_WAITING] = iterator
+        return iterator.peek()
     except StopIteration:
         raise ValueError("The data loader is empty, so there is no batch along which the step could be cut.") from None
 
@@ -121,3 +146,28 @@ class _WorkerInit:
 def uses_default_collate(loader: Any) -> bool:
     """Whether batches are samples stacked by torch's default function, so that every tensor has a row per sample."""
     return getattr(loader, "collate_fn", None) is default_collate
+
+
+def checksum(batch: Any) -> tuple[Any, ...]:
+    """Return a few numbers that tell whether two ranks have the same batch: shapes and sums of its tensors."""
+    tensors = [leaf.detach() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return tuple((tuple(t.shape), float(t.double().sum())) for t in tensors)
+
+
+def check_same_batch(batch: Any, group: dist.ProcessGroup, what: str) -> None:
+    """Refuse to go on if the ranks of a tensor or pipeline group read different batches. A collective.
+
+    Raises:
+        ConfigurationError: on every rank of the group.
+    """
+    mine = checksum(batch)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    if any(repr(other) != repr(found[0]) for other in found):  # by text: NaN equals itself
+        ranks = dist.get_process_group_ranks(group)
+        raise ConfigurationError(
+            f"The {what} of one data coordinate read different batches: "
+            + "; ".join(f"rank {rank}: {other[:2]}" for rank, other in zip(ranks, found, strict=True))
+            + ". Shard data by trainer.distributed_sampler_kwargs (num_replicas, rank), not by the world size and the"
+            " global rank, and make splits with a seed (seed_everything)."
+        )

@@ -29,6 +29,7 @@ class _Logged:
     options: dict[str, Any]
     values: dict[int, Any] = field(default_factory=dict)
     """By micro-batch; the last call wins, as it does in one process."""
+    batch_sizes: dict[int, int] = field(default_factory=dict)
 
 
 class LogRecorder:
@@ -53,6 +54,8 @@ class LogRecorder:
         options = {**dict(zip(names, positional, strict=False)), **options}
         entry = self._logged.setdefault(name, _Logged(options=options))
         entry.options = options
+        if options.get("batch_size") is not None:
+            entry.batch_sizes[self._microbatch] = int(options["batch_size"])
         entry.values[self._microbatch] = value.detach() if isinstance(value, Tensor) else value
 
     def combined(self, losses: Sequence[MicrobatchLoss]) -> list[tuple[str, Any, dict[str, Any]]]:
@@ -61,7 +64,7 @@ class LogRecorder:
         Values are combined as losses are (a weighted mean), except where the user's ``reduce_fx`` says sum, min or max.
         An explicit ``batch_size`` is the sum over micro-batches. A torchmetrics object is passed by its name.
         """
-        return [(name, _combine(entry, losses), _options(entry, losses)) for name, entry in self._logged.items()]
+        return [(name, _combine(entry, losses), _options(entry)) for name, entry in self._logged.items()]
 
 
 def _combine(entry: _Logged, losses: Sequence[MicrobatchLoss]) -> Any:
@@ -90,11 +93,9 @@ def _reduce(pairs: Sequence[tuple[MicrobatchLoss, Any]], reduce_fx: Any) -> Tens
     return combine(values, losses)
 
 
-def _options(entry: _Logged, losses: Sequence[MicrobatchLoss]) -> dict[str, Any]:
-    size = entry.options.get("batch_size")
-    if size is None:
-        return entry.options
-    return {**entry.options, "batch_size": size * len(losses)}
+def _options(entry: _Logged) -> dict[str, Any]:
+    sizes = entry.batch_sizes
+    return {**entry.options, "batch_size": sum(sizes.values())} if sizes else entry.options
 
 
 def merge_outputs(outputs: Sequence[Any], losses: Sequence[MicrobatchLoss]) -> Any:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_hybrid.data import checksum
+from lightning_hybrid.errors import PipelineError
 from lightning_hybrid.gradients import GradientLedger
 from lightning_hybrid.logged_values import LogRecorder, MetricMirror, merge_outputs, without_large_tensors
 from lightning_hybrid.microbatches import BatchSplitter
@@ -36,6 +38,7 @@ class PipelinedStep:
         spec: ScheduleSpec,
         num_microbatches: int,
         splitter: BatchSplitter,
+        start_microbatch: Callable[..., None],
         stages_per_rank: int,
         device: torch.device,
         probe: Callable[[str, Any, tuple[Any, ...]], StepFacts],
@@ -44,13 +47,15 @@ class PipelinedStep:
         """``probe(name, microbatch, rest)`` learns the facts of a kind of step the first time it runs."""
         self._module, self._root, self._rank, self._spec = module, root, rank, spec
         self.num_microbatches, self._stages_per_rank = num_microbatches, stages_per_rank
-        self._splitter = splitter
+        self._splitter, self._start_microbatch = splitter, start_microbatch
+        self._num_steps = 0
         self._device, self._probe, self._sync_tied = device, probe, sync_tied
         self.facts: dict[str, StepFacts] = {}
         self._ledger = GradientLedger(module.parameters())
         self._metrics = MetricMirror(module)
         self._last_rank = spec.rank_of_stage(rank.num_stages - 1, rank.num_ranks)
         self._said = False
+        self._checksum: tuple[Any, ...] = ()
 
     @property
     def _is_last(self) -> bool:
@@ -62,6 +67,7 @@ class PipelinedStep:
         On other stages than the last it returns the same without tensors that have a batch dimension. The loss is a
         node whose backward adds the gradients (see :mod:`lightning_hybrid.gradients`).
         """
+        self._checksum = checksum(batch)
         parts, sizes = zip(*self._splitter.split(batch, self.num_microbatches), strict=True)
         recorder = LogRecorder()
         inputs = StepInputs(
@@ -71,6 +77,7 @@ class PipelinedStep:
             read_loss=lambda i, output: read_loss(output, sizes[i]),
             on_outputs=lambda outputs, losses: self._report(recorder, outputs, losses),
         )
+        self._num_steps += 1
         self._ledger.open()
         set_gradient_sync(self._root, False)
         self._metrics.before()
@@ -92,6 +99,7 @@ class PipelinedStep:
         the batch is then exactly what one process computes. Every stage returns what the step returns; tensors with a
         dimension only on the last stage, except for predictions.
         """
+        self._checksum = checksum(batch)
         recorder = LogRecorder()
         inputs = StepInputs(
             num_microbatches=1,
@@ -99,6 +107,7 @@ class PipelinedStep:
             step=lambda i: self._one(name, recorder, i, batch, rest),
             on_outputs=lambda outputs, _: self._report(recorder, outputs, [_WHOLE], full=name == "predict_step"),
         )
+        self._num_steps += 1
         self._metrics.before()
         self._message = None
         table = self._spec.forward_only(self._rank.num_ranks, 1, self._stages_per_rank)
@@ -121,6 +130,7 @@ class PipelinedStep:
         return self._spec.table(ranks, num_microbatches, stages)[self._rank.rank]
 
     def _one(self, name: str, recorder: LogRecorder, index: int, part: Any, rest: tuple[Any, ...]) -> Any:
+        self._start_microbatch(self._num_steps, index)
         with recorder.recording(self._module, index):
             return getattr(self._module, name)(part, *rest)
 
@@ -135,6 +145,7 @@ class PipelinedStep:
         by_sum = losses[0].rule == "sum"
         logged = [(n, _name_metric(v, self._metrics), o) for n, v, o in recorder.combined(losses)]
         message = {
+            "batch": self._checksum,
             "output": merged,
             "loss": combine([loss.value for loss in losses], losses),
             "scale": reference if by_sum else reference / total if total else 1.0,
@@ -151,6 +162,12 @@ class PipelinedStep:
         if self._message is None:
             self._message = self._rank.channels.receive_report(self._last_rank, self._device)
             self._metrics.apply(self._message["metrics"])
+            if repr(self._message["batch"]) != repr(self._checksum):
+                raise PipelineError(
+                    f"Stages of one pipeline read different batches: this rank has {self._checksum[:2]}, the last stage"
+                    f" has {self._message['batch'][:2]}. Shuffle and augment by seeds that all ranks share"
+                    " (seed_everything), and draw random numbers in callbacks on all ranks or on none."
+                )
         return self._message
 
     def _replay(self, message: dict[str, Any]) -> None:
@@ -161,15 +178,15 @@ class PipelinedStep:
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
     def _say(self, losses: list[MicrobatchLoss]) -> None:
+        """Say once how micro-batches are weighted, and what is not certain about it."""
         if self._said or losses[0].rule == "batch":
             return
         self._said = True
-        if losses[0].rule == "mixed":
-            logger.warning(
-                "The loss adds terms that average over different counts, so its micro-batches are weighted by samples."
-                ' It equals one process only if the counts go with the samples; return {"loss": ..., "loss_weight": n}'
-                " from training_step to say the weight."
-            )
+        doubt = next((loss.doubt for loss in losses if loss.doubt), "")
+        if len({loss.rule == "sum" for loss in losses}) > 1:
+            doubt = "Some micro-batches return a sum and others a mean; return loss_weight to say how they are added."
+        if doubt:
+            logger.warning("Weights of micro-batches: %s", doubt)
         else:
             logger.info("Micro-batch losses are weighted by the rule %r.", losses[0].rule)
 

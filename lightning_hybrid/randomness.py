@@ -1,10 +1,16 @@
 """Random streams: data the same in a tensor/pipeline group, dropout as each axis wants it.
 
-[Note: two streams]
+[Note: three streams]
 What runs outside of a step (shuffling, augmentation in the main process, worker seeds) must draw the same numbers on
-all ranks of a data coordinate. What runs inside of a step must differ between data ranks and pipeline stages, and
-agree between tensor ranks. Stages draw different amounts, so one stream cannot serve both: a step runs on a stream of
-its own, which is put in place for the step and taken out afterwards.
+all ranks of a data coordinate. A step must draw others on other data ranks. And within a pipelined step, code outside
+of the model's parts (noise that is added to the input and is the target too) must draw the same on all stages, which
+run different amounts of it, while dropout inside of a stage's blocks is the stage's own. So
+
+* a step runs on a stream of its own, put in place for the step and taken out afterwards;
+* in a pipeline, each micro-batch starts that stream anew from a seed that all stages derive alike;
+* the parts of the model that a stage runs draw from the stage's stream.
+
+Tensor ranks agree in all three.
 """
 
 from __future__ import annotations
@@ -48,37 +54,50 @@ def same_random_state(group: dist.ProcessGroup) -> None:
 
 
 class StepRandomness:
-    """torch's random stream inside of steps."""
+    """The random streams inside of steps."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._devices = [device] if device.type == "cuda" else []
-        with self._forked():
-            torch.manual_seed(seed)
-            self._state = self._read()
+    def __init__(self, seed: int, stage: int, device: torch.device) -> None:
+        """``seed`` is the data coordinate's; ``stage`` tells pipeline ranks apart."""
+        self._seed = seed
+        self._device = device if device.type == "cuda" else None
+        surrounding = self._read()
+        torch.manual_seed(derive_seed(seed, "stage", stage))
+        self._stage = self._read()
+        self._write(surrounding)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Draw from the step's stream within the ``with`` block; the surrounding stream stays where it is."""
-        with self._forked():
-            self._write(self._state)
+        """Draw from the stage's stream within the ``with`` block; the surrounding stream stays where it is."""
+        surrounding = self._read()
+        self._write(self._stage)
+        try:
             yield
-            self._state = self._read()
+        finally:
+            self._stage = self._read()
+            self._write(surrounding)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The stream's position, for checkpoints."""
-        return {"state": self._state}
+    @contextmanager
+    def pipelined(self) -> Iterator[None]:
+        """Around a pipelined step: whatever it draws, the surrounding streams stay where they are."""
+        surrounding, others = self._read(), random_state()
+        try:
+            yield
+        finally:
+            restore_random_state(others)
+            self._write(surrounding)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a stream."""
-        self._state = state["state"]
-
-    def _forked(self) -> Any:
-        return torch.random.fork_rng(devices=self._devices)
+    def start_microbatch(self, *position: int) -> None:
+        """Start the stream that all stages share, from the step's and the micro-batch's number."""
+        seed = derive_seed(self._seed, *position)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
 
     def _read(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self._devices)]
+        states = [torch.get_rng_state()]
+        return states if self._device is None else [*states, torch.cuda.get_rng_state(self._device)]
 
     def _write(self, state: list[torch.Tensor]) -> None:
         torch.set_rng_state(state[0])
-        for device, device_state in zip(self._devices, state[1:], strict=True):
-            torch.cuda.set_rng_state(device_state, device)
+        if self._device is not None:
+            torch.cuda.set_rng_state(state[1], self._device)

@@ -11,8 +11,8 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_unflatten
 
 from lightning_hybrid.clock import Clock
-from lightning_hybrid.data import peek_first_batch, uses_default_collate
-from lightning_hybrid.errors import ConfigurationError, UnsupportedError
+from lightning_hybrid.data import check_same_batch, peek_first_batch, uses_default_collate
+from lightning_hybrid.errors import ConfigurationError, HybridError, PipelineError, UnsupportedError
 from lightning_hybrid.microbatches import BatchSplitter, batch_size_of
 from lightning_hybrid.parallelize import Part, sync_tied_gradients
 from lightning_hybrid.pipeline.channels import Channels
@@ -83,6 +83,7 @@ class PipelineSetup:
             inside=lambda function: call_inside(part.root, function),
         )
         self._find_tied(part, by_schedule)
+        part.cut.inside = strategy._random.active
         self.step = PipelinedStep(
             module=self._module,
             root=part.root,
@@ -90,6 +91,7 @@ class PipelineSetup:
             spec=spec,
             num_microbatches=self.num_microbatches,
             splitter=self._splitter,
+            start_microbatch=strategy._random.start_microbatch,
             stages_per_rank=strategy._stages_per_rank,
             device=strategy.root_device,
             probe=lambda name, batch, rest: call_inside(part.root, lambda: self._probe(name, batch, rest)),
@@ -120,6 +122,8 @@ class PipelineSetup:
                 batch = self._module._on_before_batch_transfer(batch, 0)
                 batch = self._module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
                 batch = self._trainer.precision_plugin.convert_input(batch)
+            for axis, what in (("pipeline_parallel", "pipeline stages"), ("tensor_parallel", "tensor ranks")):
+                check_same_batch(batch, self._strategy.device_mesh[axis].get_group(), what)
             self._first = name, batch, rest
         return self._first
 
@@ -153,9 +157,11 @@ class PipelineSetup:
             stacks = all(uses_default_collate(loader) for loader in combined.flattened)
             self._splitter = BatchSplitter(self._strategy._unbatched, only_stacks=stacks)
             firsts = [peek_first_batch(loader) for loader in combined.flattened]
-            return name, tree_unflatten(firsts, combined._spec), (0,)
-        several = len(combined.flattened) > 1
-        return name, peek_first_batch(combined.flattened[0]), (0, 0) if several else (0,)
+            takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
+            return name, tree_unflatten(firsts, combined._spec), (0,) if takes_index else ()
+        rest = (0, 0) if len(combined.flattened) > 1 else (0,)
+        takes_index = is_param_in_hook_signature(getattr(self._module, name), "batch_idx", min_args=2)
+        return name, peek_first_batch(combined.flattened[0]), rest if takes_index else ()
 
     def _choose_num_microbatches(self, batch: Any) -> int:
         strategy = self._strategy
@@ -171,7 +177,17 @@ class PipelineSetup:
         assert self._cut is not None
         untouched = {inner for block in self._cut.blocks() for inner in block.modules()}
         with quiet_step(self._module, self._trainer, untouched):
-            return self._cut.probe(lambda: getattr(self._module, name)(part, *rest))
+            try:
+                return self._cut.probe(lambda: getattr(self._module, name)(part, *rest))
+            except HybridError:
+                raise
+            except Exception as error:
+                raise PipelineError(
+                    f"{name} is run once beforehand, without weights, to see where it can be cut, and failed:"
+                    f" {type(error).__name__}: {error}. What it needs from hooks must be there after setup() (not made"
+                    " in on_fit_start or on_train_start), optimizers and schedulers are not there yet. Otherwise use"
+                    " pipeline_parallel_size=1."
+                ) from error
 
     # ---- tied weights ---------------------------------------------------------------------------------------------
 

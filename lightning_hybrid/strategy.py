@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_hybrid.checkpoint.hooks import CheckpointHooks
@@ -35,7 +36,7 @@ from lightning_hybrid.describe import describe_run, layout_table
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.launchers import HybridMultiProcessingLauncher
 from lightning_hybrid.layout import Coordinate, Layout, resolve_layout
-from lightning_hybrid.mesh import build_mesh
+from lightning_hybrid.mesh import axis_group, build_mesh
 from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value
 from lightning_hybrid.parallelize import parallelize
 from lightning_hybrid.pipeline.schedule import Table, find_schedule
@@ -324,6 +325,9 @@ class Hybrid3DStrategy(CheckpointHooks):
             first_step=setup,
         )
         self._module_of_part = module
+        for part in module.modules():
+            if isinstance(part, Metric) and layout.world_size > 1 and part.process_group is None:
+                part.process_group = axis_group(self.device_mesh, "data_parallel")  # other axes hold the same samples
         self._pipeline = setup if self._part.cut is not None else None
         if self._pipeline is not None:
             self._pipeline.finish(self._part, self._clock)
@@ -338,7 +342,7 @@ class Hybrid3DStrategy(CheckpointHooks):
             same_random_state(self.device_mesh[axis].get_group())
         if self._random is None:
             here, seed = self.coordinate, self.broadcast(torch.initial_seed() % 2**62)
-            self._random = StepRandomness(derive_seed(seed, here.data, here.pipeline), self.root_device)
+            self._random = StepRandomness(derive_seed(seed, here.data), here.pipeline, self.root_device)
 
     def _hook_precision(self) -> None:
         """Clipping goes by one norm over all axes, whoever calls it."""
@@ -423,7 +427,7 @@ class Hybrid3DStrategy(CheckpointHooks):
         if self._random is None:
             yield
         else:
-            with self._random.active():
+            with self._random.active() if self._pipeline is None else self._random.pipelined():
                 yield
 
     @override

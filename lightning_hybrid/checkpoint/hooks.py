@@ -16,8 +16,10 @@ from lightning_hybrid.checkpoint.consolidate import (
     scatter_optimizer_state,
 )
 from lightning_hybrid.checkpoint.files import read_checkpoint
+from lightning_hybrid.choose import refuse_whole_model_optimizers
 from lightning_hybrid.collectives import AxisCollectives
 from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.layout import Layout
 from lightning_hybrid.optimizer import disable_foreach_on_mixed_tensors
 
 __all__ = ["CheckpointHooks"]
@@ -30,6 +32,12 @@ class CheckpointHooks(AxisCollectives):
     """This rank's :class:`~lightning_hybrid.parallelize.Part`, once there is one."""
     _module_of_part: Any = None
     _group_names: list[list[list[str]]]
+
+    @property
+    def layout(self) -> Layout:
+        """The degrees of this run."""
+        raise NotImplementedError
+
     """For each optimizer the parameter names of its groups, as one process has them."""
 
     @override
@@ -40,6 +48,7 @@ class CheckpointHooks(AxisCollectives):
             super().setup_optimizers(trainer)
         self._group_names = [self._keys.release(optimizer, module) for optimizer in self.optimizers]
         for optimizer in self.optimizers:
+            refuse_whole_model_optimizers(optimizer, self.layout)
             disable_foreach_on_mixed_tensors(optimizer)
 
     @property
