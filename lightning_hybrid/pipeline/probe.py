@@ -1,33 +1,100 @@
 """One run of a step in which every module with parameters is a hole: learns what a stage must know to be cut out.
 
-[Note: what the probe learns from autograd]
-Each hole's output requires grad, so autograd marks exactly what depends on parameters: hidden states, an encoder's
-output, a learned bias. Masks, position ids and rotary tables are not marked; every stage computes them itself. Each
-output is tagged with the *segment* in which it was made: segment 0 is the code before the first block, segment i the
-code after block i - 1. A block's argument may depend on
+[Note: what the probe learns from labels]
+Every value that comes out of a hole is *labelled* with its maker and with the *segment* in which it was made: segment
+0 is the code before the first block, segment i the code after block i - 1. A dispatch mode hands labels on from the
+inputs of every operation to its outputs, whether or not autograd looks (``no_grad``, ``detach``, integers). Masks,
+position ids and rotary tables get no label; every stage computes them itself. A block's labelled arguments travel to
+the stage that begins with it, so from there on they count as values of that block's segment. A value may be made from
 
-* values made in its own segment, and parameters used directly (these are then held by that segment's stage too),
+* values of its own segment, and parameters used directly (these are then held by that segment's stage too),
 * arguments of the block before it (an encoder's output that all blocks get; a residual added outside of the blocks),
 
-and on nothing else: any other value would have to skip a stage, which is refused by name.
+and from nothing else: any other value would have to skip a stage, which is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torchmetrics import Metric
 
 from lightning_hybrid.errors import PipelineError
 from lightning_hybrid.pipeline.holes import Hole
 
-__all__ = ["Probe", "StepFacts"]
+__all__ = ["Labels", "Probe", "StepFacts"]
 
 _REMEDY = "Pass it to the blocks as an argument, or use pipeline_parallel_size=1."
+
+
+class _Label(NamedTuple):
+    """Where a value came from."""
+
+    segment: int | None
+    """``None`` for parameters, which every segment may use."""
+    maker: str
+    is_argument: bool = False
+    """Whether it came into its segment as an argument of the block before it."""
+
+
+class Labels(TorchDispatchMode):
+    """While active, labels follow values through all operations. Views share their labels, as they share memory."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._of: dict[int, set[_Label]] = {}
+        self._alive: list[Any] = []  # labelled memory is kept, so that no address is used again
+
+    def of(self, values: Iterable[Any]) -> set[_Label]:
+        """Return the labels of all tensors among ``values``."""
+        return set().union(*(self._of.get(_memory(v)[0], ()) for v in values if isinstance(v, Tensor)))
+
+    def add(self, tensor: Tensor, labels: Iterable[_Label]) -> None:
+        """Label a tensor's memory."""
+        address, memory = _memory(tensor)
+        self._of.setdefault(address, set()).update(labels)
+        self._alive.append(memory)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        name = func.__name__
+        if (labels := self.of(tree_leaves((args, kwargs)))) and not _takes_only_the_shape(name):
+            for tensor in tree_leaves((output, _written(func, args, kwargs))):
+                if isinstance(tensor, Tensor):
+                    self.add(tensor, labels)
+        return output
+
+
+def _takes_only_the_shape(name: str) -> bool:
+    operation = name.split(".")[0]
+    return operation.startswith("new_") or operation.endswith("_like")
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation changes in place."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = {**{a.name: value for a, value in zip(schema.arguments, args, strict=False)}, **kwargs}
+    return [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _memory(tensor: Tensor) -> tuple[int, Any]:
+    """Return the address of a tensor's memory and what keeps it."""
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse and the like: no memory that could be shared
+        return id(tensor), tensor
+    return storage._cdata, storage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +104,11 @@ class StepFacts:
     blocks: tuple[str, ...]
     """FQNs of the blocks in the order of their calls."""
     arguments: tuple[tuple[int, ...], ...]
-    """For each block the positions of its differentiable arguments among its flattened ``(args, kwargs)``."""
+    """For each block the positions of the arguments that travel to it, among its flattened ``(args, kwargs)``."""
+    differentiable: tuple[tuple[bool, ...], ...]
+    """For each block which of these arguments require a gradient (others were detached, or are integers)."""
+    num_values: tuple[int, ...]
+    """For each block the number of leaves of its flattened ``(args, kwargs)``."""
     uses: tuple[frozenset[str], ...]
     """For each segment (one more than blocks) the names of the parameters that it uses, blocks' own apart."""
     reuses: tuple[bool, ...]
@@ -47,22 +118,45 @@ class StepFacts:
     flops_outside: tuple[float, ...]
     """The same for each segment."""
 
+    def check_structure(self, index: int, leaves: list[Any]) -> None:
+        """Refuse flattened arguments of a block that are not like the probe's: what travels is known by position.
+
+        Others may be ``None`` in one batch and a tensor in the next (masks are), unless a gradient would be lost.
+        """
+        travelling = self.arguments[index]
+        found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        stray = [i for i in found if leaves[i].requires_grad and i not in travelling]
+        if len(leaves) != self.num_values[index] or stray or not set(travelling) <= set(found):
+            raise PipelineError(
+                f"The block {self.blocks[index]} got other arguments than in the first batch: {len(leaves)} values with"
+                f" tensors at {found}, instead of {self.num_values[index]} of which those at {list(travelling)} are"
+                " made from weights (perhaps an optional argument is None only in some batches). Pass the same"
+                " arguments in every batch, or use pipeline_parallel_size=1."
+            )
+
 
 @dataclass(kw_only=True)
 class Probe:
     """Collects the facts while the step runs. Feed it every intercepted call, then the step's output."""
 
-    parameter_names: dict[int, str]
-    """``id(parameter) -> name`` of all parameters that are there."""
+    parameter_names: dict[nn.Parameter, str]
+    """The names of all parameters that are there."""
+    labels: Labels = field(default_factory=Labels)
+    """To be active while the step runs."""
     order: list[str] = field(default_factory=list)
     _arguments: list[tuple[int, ...]] = field(default_factory=list)
+    _differentiable: list[tuple[bool, ...]] = field(default_factory=list)
+    _num_values: list[int] = field(default_factory=list)
     _uses: list[set[str]] = field(default_factory=lambda: [set()])
     _flops: list[float] = field(default_factory=list)
     _flops_outside: list[float] = field(default_factory=lambda: [0.0])
-    _made: dict[int, tuple[Tensor, int, str]] = field(default_factory=dict)
-    _carried: dict[int, Any] = field(default_factory=dict)
-    _carried_edges: set[Any] = field(default_factory=set)
+    _carried: dict[int, Tensor] = field(default_factory=dict)
     _reuses: list[bool] = field(default_factory=list)
+    _logged: list[tuple[str, list[Any]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for parameter, name in self.parameter_names.items():
+            self.labels.add(parameter, [_Label(None, name)])
 
     @property
     def _segment(self) -> int:
@@ -77,21 +171,27 @@ class Probe:
             )
         if not torch.is_grad_enabled():
             raise PipelineError(
-                f"The block {name} is called under torch.no_grad(), which hides what depends on parameters."
+                f"The block {name} is called under torch.no_grad(), which hides what needs a gradient."
                 " Freeze parameters with requires_grad_(False) instead, or use pipeline_parallel_size=1."
             )
         leaves = tree_leaves((args, kwargs))
         self._check(name, leaves)
-        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        positions = [
+            i for i, x in enumerate(leaves) if isinstance(x, Tensor) and (x.requires_grad or self.labels.of([x]))
+        ]
         self._arguments.append(tuple(positions))
-        self._carried = {id(leaves[i]): leaves[i] for i in positions}
-        self._carried_edges = {(leaves[i].grad_fn, leaves[i].output_nr) for i in positions if leaves[i].grad_fn}
+        self._differentiable.append(tuple(leaves[i].requires_grad for i in positions))
+        self._num_values.append(len(leaves))
         self._reuses.append(False)
-        self._flops.append(float(hole.flops(args, kwargs)))
         self.order.append(name)
         self._uses.append(set())
         self._flops_outside.append(0.0)
-        return self._fresh(name, hole(args, kwargs))
+        self._carried = {id(leaves[i]): leaves[i] for i in positions}
+        for leaf in self._carried.values():
+            self._carry(leaf)
+        with _disable_current_modes():
+            self._flops.append(float(hole.flops(args, kwargs)))
+        return self._fresh(name, hole, args, kwargs)
 
     def outside(
         self, name: str, parameters: Iterable[str], hole: Hole, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -99,64 +199,63 @@ class Probe:
         """Note a call of a module outside of the blocks, which has these parameters; return a differentiable output."""
         self._check(name, tree_leaves((args, kwargs)))
         self._uses[self._segment].update(parameters)
-        self._flops_outside[self._segment] += float(hole.flops(args, kwargs))
-        return self._fresh(name, hole(args, kwargs))
+        with _disable_current_modes():
+            self._flops_outside[self._segment] += float(hole.flops(args, kwargs))
+        return self._fresh(name, hole, args, kwargs)
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Stand for ``self.log``: the value must be right on the last stage, where logging happens."""
+        states = [getattr(value, state) for state in value._defaults] if isinstance(value, Metric) else value
+        self._logged.append((f'self.log("{name}")', tree_leaves(states)))
 
     def finish(self, output: Any) -> StepFacts:
         """Note the step's output and return the facts."""
-        self._check("the step's output", tree_leaves(output))
+        for name, leaves in [("the step's output", tree_leaves(output)), *self._logged]:
+            self._check(name, leaves)
         return StepFacts(
             blocks=tuple(self.order),
             arguments=tuple(self._arguments),
+            differentiable=tuple(self._differentiable),
+            num_values=tuple(self._num_values),
             uses=tuple(frozenset(names) for names in self._uses),
             reuses=tuple(self._reuses),
             flops=tuple(self._flops),
             flops_outside=tuple(self._flops_outside),
         )
 
-    def _fresh(self, name: str, output: Any) -> Any:
-        def fresh(tensor: Tensor) -> Tensor:
-            if not tensor.is_floating_point():
-                return tensor
-            made = tensor.detach().clone().requires_grad_()
-            self._made[id(made)] = (made, self._segment, name)
-            with torch.enable_grad():
-                return made.clone()  # not a leaf: user code may change it in place
+    def _fresh(self, name: str, hole: Hole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the hole's output in memory of its own, with a label of its own."""
 
-        return tree_map_only(Tensor, fresh, output)
+        def fresh(tensor: Tensor) -> Tensor:
+            made = tensor.detach().clone()
+            if made.is_floating_point() or made.is_complex():
+                with torch.enable_grad():
+                    made = made.requires_grad_().clone()  # not a leaf: user code may change it in place
+            self.labels.add(made, [_Label(self._segment, name)])
+            return made
+
+        with _disable_current_modes():
+            return tree_map_only(Tensor, fresh, hole(args, kwargs))
+
+    def _carry(self, tensor: Tensor) -> None:
+        """From now on the user's variable holds what the block got. Views made before do not follow it."""
+        if isinstance(tensor, nn.Parameter):
+            return
+        makers = {label.maker for label in self.labels.of([tensor])}
+        with _disable_current_modes():
+            tensor.data = tensor.detach().clone()
+        self.labels.add(tensor, (_Label(self._segment, maker, is_argument=True) for maker in makers))
 
     def _check(self, name: str, leaves: Iterable[Any]) -> None:
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor) or not leaf.requires_grad or id(leaf) in self._carried:
-                continue
-            for source in self._sources(leaf):
-                if id(source) in self._made:
-                    _, segment, maker = self._made[id(source)]
-                    if segment != self._segment:
-                        raise PipelineError(
-                            f"{name} uses an output of {maker} that does not come through the arguments of the block"
-                            f" before it, so it would have to skip a pipeline stage. {_REMEDY}"
-                        )
-                elif id(source) in self.parameter_names:
-                    self._uses[self._segment].add(self.parameter_names[id(source)])
-
-    def _sources(self, tensor: Tensor) -> list[Tensor]:
-        """All leaf tensors that ``tensor`` depends on, other than through arguments of the block before."""
-        if tensor.grad_fn is None:
-            return [tensor]
-        leaves: list[Tensor] = []
-        seen: set[Any] = set()
-        stack: list[Any] = [(tensor.grad_fn, tensor.output_nr)]
-        while stack:
-            edge = stack.pop()
-            if edge in self._carried_edges:
+        """Refuse values of other segments, and note the parameters and block arguments that values were made from."""
+        labels = self.labels.of(leaf for leaf in leaves if id(leaf) not in self._carried)
+        for segment, maker, is_argument in sorted(labels, key=lambda label: (label.segment or 0, label.maker)):
+            if segment is None:
+                self._uses[self._segment].add(maker)
+            elif segment != self._segment:
+                raise PipelineError(
+                    f"{name} uses a value of {maker} that does not come through the arguments of the block"
+                    f" before it, so it would have to skip a pipeline stage. {_REMEDY}"
+                )
+            elif is_argument:
                 self._reuses[-1] = True
-                continue
-            node, _ = edge
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if hasattr(node, "variable"):
-                leaves.append(node.variable)
-            stack.extend(node.next_functions)
-        return leaves

@@ -5,10 +5,10 @@ Every call of a block, and of a module with parameters outside of the blocks, go
 stage that owns blocks ``first..last-1`` runs the step,
 
 * whatever comes before block ``first`` is a hole (:mod:`~lightning_hybrid.pipeline.holes`);
-* at the call of block ``first`` the differentiable arguments are replaced by what the previous stage sent, in the
+* at the call of block ``first`` the travelling arguments are replaced by what the previous stage sent, in the
   user's own variables too (a residual may be added outside of the blocks);
 * from there on everything is real;
-* at the call of block ``last`` its differentiable arguments are captured and the step is left by an exception.
+* at the call of block ``last`` its travelling arguments are captured and the step is left by an exception.
 
 The last stage runs on into the head, the loss and the user's logging. Parameter names never change. Instances get a
 subclass with a ``__call__`` of its own (as ``fully_shard`` gives them one), because a forward pre-hook would come too
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,16 +49,17 @@ class _Enter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, keep: Callable[[list[Tensor | None]], None], anchor: Tensor, *received: Tensor) -> Any:
-        ctx.keep = keep
+    def forward(ctx: Any, run: StageRun, wanted: tuple[bool, ...], anchor: Tensor, *received: Tensor) -> Any:
+        ctx.run = run
         ctx.mark_dirty(*received)
+        ctx.mark_non_differentiable(*(tensor for tensor, want in zip(received, wanted, strict=True) if not want))
         ctx.set_materialize_grads(False)
         return received
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.keep(list(gradients))
-        return (None,) * (2 + len(gradients))
+        ctx.run.gradients = list(gradients)
+        return (None,) * (3 + len(gradients))
 
 
 @dataclass(kw_only=True)
@@ -71,7 +72,7 @@ class StageRun:
     """Index after the last own block."""
     facts: StepFacts
     receive: Callable[[list[Tensor]], list[Tensor]]
-    """Given local stand-ins of the first block's differentiable arguments (right shapes), returns the real ones."""
+    """Given local stand-ins of the first block's travelling arguments (right shapes), returns the real ones."""
     keep: frozenset[int] = frozenset()
     """Ids of tensors that are not values of this step (placeholders of weights) and must stay what they are."""
     leaves: bool = False
@@ -88,27 +89,29 @@ class StageRun:
         self.entered = self.first == 0
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the first block's differentiable arguments by what was received."""
+        """Replace the first block's travelling arguments by what was received."""
         leaves, spec = tree_flatten((args, kwargs))
+        self.facts.check_structure(self.first, leaves)
         positions = self.facts.arguments[self.first]
         if not self.entered:
-            self.received = self.receive([leaves[i] for i in positions])
-            if torch.is_grad_enabled() and self.leaves:
-                self.inputs = [tensor.requires_grad_() for tensor in self.received]
-                self.received = [tensor.clone() for tensor in self.inputs]
-            elif torch.is_grad_enabled():
-                anchor = torch.zeros((), requires_grad=True)
-                entered = _Enter.apply(self._keep, anchor, *self.received)  # type: ignore[no-untyped-call]
-                self.received = list(entered)
-            self.received = [self._put(leaves[i], real) for i, real in zip(positions, self.received, strict=True)]
+            received = self.receive([leaves[i] for i in positions])
+            if torch.is_grad_enabled():
+                received = self._differentiable(received)
+            self.received = [self._put(leaves[i], real) for i, real in zip(positions, received, strict=True)]
             self.entered = True
         for i, real in zip(positions, self.received, strict=True):  # also when the call is recomputed in the backward
             leaves[i] = real
         args, kwargs = tree_unflatten(leaves, spec)
         return args, kwargs
 
-    def _keep(self, gradients: list[Tensor | None]) -> None:
-        self.gradients = gradients
+    def _differentiable(self, received: list[Tensor]) -> list[Tensor]:
+        """Have gradients kept for those received tensors that require them where they come from."""
+        wanted = self.facts.differentiable[self.first]
+        if self.leaves:
+            self.inputs = [t.requires_grad_(want) for t, want in zip(received, wanted, strict=True)]
+            return [tensor.clone() for tensor in self.inputs]
+        anchor = torch.zeros((), requires_grad=True)
+        return list(_Enter.apply(self, wanted, anchor, *received))  # type: ignore[no-untyped-call]
 
     def _put(self, local: Tensor, real: Tensor) -> Tensor:
         """Make the user's variable hold the received tensor. Where that cannot be, remember which stands for which."""
@@ -134,14 +137,13 @@ class StageRun:
         if not self._substitutes:
             return args, kwargs
         known = self._substitutes
-        replaced: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
-            Tensor, lambda t: known[id(t)][1] if id(t) in known else t, (args, kwargs)
-        )
-        return replaced
+        args, kwargs = tree_map_only(Tensor, lambda t: known.get(id(t), (t, t))[1], (args, kwargs))
+        return args, kwargs
 
     def leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Return the differentiable arguments of the next stage's first block."""
+        """Return the travelling arguments of the next stage's first block."""
         leaves, _ = tree_flatten(self.substitute(args, kwargs))
+        self.facts.check_structure(self.last, leaves)
         return [leaves[i] for i in self.facts.arguments[self.last]]
 
 
@@ -158,6 +160,7 @@ class Cut:
         self._indices: dict[nn.Module, int] = {}
         self._holes: dict[nn.Module, Hole] = {}
         self.placeholders: frozenset[int] = frozenset()
+        self.inside: Callable[[], AbstractContextManager[None]] = nullcontext
         self._probe: Probe | None = None
         self._run: StageRun | None = None
         memory: dict[Any, Any] = {}
@@ -185,18 +188,15 @@ class Cut:
 
     @contextmanager
     def _probing(self) -> Iterator[Probe]:
-        """All parameters require grad, so that the direct use of a frozen one is seen as well."""
-        frozen = [p for p in self.module.parameters() if not p.requires_grad and p.is_floating_point()]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        self._probe = Probe(parameter_names={id(p): name for name, p in self.module.named_parameters()})
+        """Calls, and values given to ``self.log``, go to the probe."""
+        self._probe = Probe(parameter_names={p: name for name, p in self.module.named_parameters()})
+        self.module.__dict__["log"] = self._probe.log
         try:
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]), self._probe.labels:
                 yield self._probe
         finally:
             self._probe = None
-            for parameter in frozen:
-                parameter.requires_grad_(False)
+            self.module.__dict__.pop("log", None)
 
     def probe(self, step: Callable[[], Any]) -> StepFacts:
         """Run the step once with holes only and return what was learnt.
@@ -280,7 +280,8 @@ class Cut:
             raise _StageDone(run.leave(args, kwargs))
         else:
             args, kwargs = run.substitute(args, kwargs)
-        return call(*args, **kwargs)
+        with self.inside():
+            return call(*args, **kwargs)
 
 
 def _intercept(
