@@ -149,9 +149,12 @@ def uses_default_collate(loader: Any) -> bool:
 
 
 def checksum(batch: Any) -> tuple[Any, ...]:
-    """Return a few numbers that tell whether two ranks have the same batch: shapes and sums of its tensors."""
+    """Return a few numbers that tell whether two ranks have the same batch: shapes and sums of its tensors.
+
+    Tensors on a device tell their shapes only: to read a sum would stop the host until the device has caught up.
+    """
     tensors = [leaf.detach() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return tuple((tuple(t.shape), float(t.double().sum())) for t in tensors)
+    return tuple((tuple(t.shape), float(t.double().sum()) if t.device.type == "cpu" else None) for t in tensors)
 
 
 def check_same_batch(batch: Any, group: dist.ProcessGroup, what: str) -> None:

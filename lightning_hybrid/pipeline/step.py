@@ -6,6 +6,7 @@ weighs all micro-batches alike, it gives no times of its actions, and its errors
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ from lightning_hybrid.pipeline.stage import Cut, StageRun
 from lightning_hybrid.pipeline.torch_schedules import backward_of_inputs, backward_of_weights
 
 __all__ = ["PipelineRank", "StepInputs"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +98,11 @@ class PipelineRank:
                 else:
                     self._backward(action)
         except Exception as error:
-            error.add_note(f"while pipeline rank {self.rank} ran action {self.now} (stage, kind, micro-batch)")
+            place = f"while pipeline rank {self.rank} ran action {self.now} (stage, kind, micro-batch)"
+            if hasattr(error, "add_note"):
+                error.add_note(place)
+            else:  # Python 3.10
+                logger.error("%s: %s", type(error).__name__, place)
             raise
         self._flights.clear()
 
