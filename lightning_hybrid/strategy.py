@@ -39,7 +39,7 @@ from lightning_hybrid.layout import Coordinate, Layout, resolve_layout
 from lightning_hybrid.mesh import axis_group, build_mesh
 from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value
 from lightning_hybrid.parallelize import parallelize
-from lightning_hybrid.pipeline.schedule import Table, find_schedule
+from lightning_hybrid.pipeline.schedule import ScheduleSpec, Table, find_schedule
 from lightning_hybrid.pipeline.timeline import Mark
 from lightning_hybrid.randomness import StepRandomness, derive_seed, same_random_state
 from lightning_hybrid.setup_pipeline import PipelineSetup
@@ -121,8 +121,8 @@ class Hybrid3DStrategy(CheckpointHooks):
         check_counts({**self._degrees, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank})
         if start_method not in ("popen", "fork", "spawn"):
             raise ConfigurationError(f'start_method={start_method!r} is unknown; use one of "popen", "fork", "spawn".')
-        self._spec = find_schedule("1F1B" if schedule == "auto" else schedule)
         self._schedule_argument = schedule
+        self._schedule_name = find_schedule("1F1B" if schedule == "auto" else schedule).name
         self._num_microbatches = num_microbatches
         self._stages_per_rank = choose_stages_per_rank(self._spec, stages_per_rank)
         self._blocks, self._tp_plan, self._reshard = blocks, tp_plan, reshard_after_forward
@@ -160,6 +160,10 @@ class Hybrid3DStrategy(CheckpointHooks):
     def tp_plan(self) -> Mapping[str, Any] | None:
         """The user's tensor plan."""
         return self._tp_plan
+
+    @property
+    def _spec(self) -> ScheduleSpec:
+        return find_schedule(self._schedule_name)
 
     @property
     def num_stages(self) -> int:
@@ -284,7 +288,7 @@ class Hybrid3DStrategy(CheckpointHooks):
         if choice.layout.pipeline_parallel_size == 1:
             return
         if self._schedule_argument == "auto":
-            self._spec = find_schedule(choice.settings["schedule"])
+            self._schedule_name = choice.settings["schedule"]
             self._stages_per_rank = choice.settings["options"].get("stages_per_rank", self._spec.stages_per_rank)
         if self._num_microbatches == "auto":
             self._num_microbatches = choice.settings["num_microbatches"]
