@@ -177,3 +177,7 @@ def _short(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g}{letter}"
     return str(count)
+
+
+if __name__ == "__main__":
+    main()

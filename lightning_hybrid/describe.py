@@ -51,6 +51,8 @@ def layout_table(layout: Layout, schedule: str, rows: list[dict[str, Any]]) -> s
     head = f"lightning_hybrid: {layout}"
     if schedule != "none":
         head += f", schedule {schedule} with {rows[0]['num_microbatches']} micro-batches"
+    if layout.pipeline_parallel_size > 1:
+        head += " (rank 0 holds the last stage: the loss and the logging are there)"
     lines = [head, "  rank  pipeline  data  tensor   parameters  holds"]
     for row in rows:
         held = row["holds"]

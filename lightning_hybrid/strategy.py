@@ -217,8 +217,8 @@ class Hybrid3DStrategy(CheckpointHooks):
 
     @property
     def is_distributed(self) -> bool:
-        """Read by Lightning: whether samplers are dealt out and logged values synchronised."""
-        return self.num_nodes * self.num_processes > 1
+        """Read by Lightning: logged values may be synchronised (there is a process group even for one device)."""
+        return True
 
     @property
     @override
