@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
 import weakref
 from typing import Any
 
@@ -25,6 +26,10 @@ from lightning_hybrid.recorder import RecordedStep
 __all__ = ["ConfigArchive"]
 
 _log = logging.getLogger(__name__)
+
+
+#: What gloo and NCCL say on the ranks that follow a failed one.
+BROKEN_CONNECTION = ("Connection closed by peer", "Connection reset", "Broken pipe", "remote process exited")
 
 
 class ConfigArchive(Measurement):
@@ -162,7 +167,12 @@ class ConfigArchive(Measurement):
         if self.entry is None or (status == "interrupted" and not trainer.is_global_zero):
             return
         message: str | None = f"rank {trainer.global_rank}: {cause}"
+        if any(words in cause for words in BROKEN_CONNECTION):
+            time.sleep(1.0)  # another rank has failed, and is about to write why; this rank is often ended meanwhile
         written = self._read_result()
+        is_final = written is not None and written.status not in ("running", "ok")
+        if is_final and not trainer.is_global_zero and status != "oom":
+            return
         result = self.entry.result if trainer.is_global_zero or written is None else written
         if written is not None and written.status != "running" and (status != "oom" or written.status == "oom"):
             status, message = written.status, written.message  # the first cause stands; what follows is its consequence
