@@ -57,10 +57,6 @@ class PipelinedStep:
         self._said = False
         self._checksum: tuple[Any, ...] = ()
 
-    @property
-    def _is_last(self) -> bool:
-        return self._rank.rank == self._last_rank
-
     def train(self, batch: Any, *rest: Any) -> Any:
         """Run forwards and backwards of one batch. Returns what ``training_step`` returns for the whole batch.
 
