@@ -51,10 +51,12 @@ class GradientLedger:
 
     @torch.no_grad()
     def _deposit(self, factor: Tensor) -> None:
+        known_to_be_one = factor.device.type == "cpu" and factor == 1  # elsewhere to look would be to wait
         for parameter, gradient in zip(self._parameters, self._new, strict=True):
             if gradient is None:
                 continue
-            gradient.mul_(factor)
+            if not known_to_be_one:
+                gradient.mul_(factor)
             if parameter.grad is None:
                 parameter.grad = gradient
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_hybrid.layout import AXES, Layout
 
-__all__ = ["axis_group", "build_mesh", "data_mesh"]
+__all__ = ["axis_group", "build_mesh", "data_mesh", "pipeline_subgroup"]
 
 _built: dict[tuple[Any, ...], tuple[DeviceMesh, DeviceMesh]] = {}
 
@@ -43,3 +44,15 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     if replicas * shards == 1:
         return None
     return mesh["data_parallel_shard"] if replicas == 1 else mesh["data_parallel_replicate", "data_parallel_shard"]
+
+
+def pipeline_subgroup(mesh: DeviceMesh, positions: Sequence[int]) -> dist.ProcessGroup | None:
+    """Make a group of these pipeline coordinates in every pipeline; return this rank's, ``None`` if it is in none.
+
+    A collective over the world, in the same order on all ranks. (torch's ``use_local_synchronization`` would let only
+    members take part, but names groups by how many a rank is in, so that ranks in several of them do not meet.)
+    """
+    pipelines = mesh.mesh.flatten(1).T.tolist()
+    group: dist.ProcessGroup | None
+    group, _ = dist.new_subgroups_by_enumeration([[ranks[p] for p in positions] for ranks in pipelines])
+    return group

@@ -15,6 +15,7 @@ from lightning_hybrid.errors import PipelineError
 from lightning_hybrid.gradients import GradientLedger
 from lightning_hybrid.logged_values import LogRecorder, MetricMirror, merge_outputs, without_large_tensors
 from lightning_hybrid.microbatches import BatchSplitter
+from lightning_hybrid.pipeline.activations import look_of
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine, read_loss
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.schedule import Action, ScheduleSpec
@@ -68,6 +69,7 @@ class PipelinedStep:
         recorder = LogRecorder()
         inputs = StepInputs(
             num_microbatches=len(parts),
+            looks=[("training_step", look_of(part)) for part in parts],
             facts=self._facts("training_step", parts[0], rest),
             step=lambda i: self._one("training_step", recorder, i, parts[i], rest),
             read_loss=lambda i, output: read_loss(output, sizes[i]),
@@ -99,6 +101,7 @@ class PipelinedStep:
         recorder = LogRecorder()
         inputs = StepInputs(
             num_microbatches=1,
+            looks=[(name, look_of(batch))],
             facts=self._facts(name, batch, rest),
             step=lambda i: self._one(name, recorder, i, batch, rest),
             on_outputs=lambda outputs, _: self._report(recorder, outputs, [_WHOLE], full=name == "predict_step"),

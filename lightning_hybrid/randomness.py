@@ -89,7 +89,9 @@ class StepRandomness:
     def start_microbatch(self, *position: int) -> None:
         """Start the stream that all stages share, from the step's and the micro-batch's number."""
         seed = derive_seed(self._seed, *position)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed also queues a call for each device not in use
+        if self._device is not None:
+            torch.cuda.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch.distributed as dist
@@ -13,9 +14,10 @@ from torch.utils._pytree import tree_unflatten
 from lightning_hybrid.clock import Clock
 from lightning_hybrid.data import check_same_batch, peek_first_batch, uses_default_collate
 from lightning_hybrid.errors import ConfigurationError, HybridError, PipelineError, UnsupportedError
+from lightning_hybrid.mesh import pipeline_subgroup
 from lightning_hybrid.microbatches import BatchSplitter, batch_size_of
 from lightning_hybrid.parallelize import Part, sync_tied_gradients
-from lightning_hybrid.pipeline.channels import Channels
+from lightning_hybrid.pipeline.channels import Channels, has_tags
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.stage import Cut
 from lightning_hybrid.pipeline.step import PipelineRank
@@ -63,7 +65,7 @@ class PipelineSetup:
         return self._facts[name]
 
     def finish(self, part: Part, clock: Clock) -> None:
-        """Put the pipelined step together. A collective over the pipeline axis where weights are tied over stages."""
+        """Put the pipelined step together. A collective over the world."""
         strategy, stages = self._strategy, part.stages
         assert part.cut is not None and stages is not None
         spec, num_ranks = strategy._spec, strategy.layout.pipeline_parallel_size
@@ -78,11 +80,12 @@ class PipelineSetup:
             num_ranks=num_ranks,
             stages={stage: stages.ranges[stage] for stage in mine},
             num_stages=strategy.num_stages,
-            channels=Channels(group, by_schedule, strategy.num_stages),
+            channels=Channels(group, by_schedule, strategy.num_stages, self._groups_of_boundaries(group, by_schedule)),
+            device=strategy.root_device,
             clock=clock,
             inside=lambda function: call_inside(part.root, function),
         )
-        self._find_tied(part, by_schedule)
+        self._find_tied(part, group, by_schedule)
         part.cut.inside = strategy._random.active
         self.step = PipelinedStep(
             module=self._module,
@@ -189,10 +192,29 @@ class PipelineSetup:
                     " pipeline_parallel_size=1."
                 ) from error
 
+    def _groups_of_boundaries(
+        self, group: dist.ProcessGroup, by_schedule: list[int]
+    ) -> dict[tuple[str, int], dist.ProcessGroup] | None:
+        """One group for each boundary and direction where messages have no tags (NCCL). A collective over the world."""
+        if has_tags(group):
+            return None
+        strategy = self._strategy
+        groups = {}
+        for stage in range(1, strategy.num_stages):
+            ends = {by_schedule[strategy._spec.rank_of_stage(s, len(by_schedule))] for s in (stage - 1, stage)}
+            for key in [("F", stage), ("B", stage - 1)] if len(ends) == 2 else []:
+                if (made := self._subgroup(group, ends)) is not None:
+                    groups[key] = made
+        return groups
+
+    def _subgroup(self, group: dist.ProcessGroup, ranks: Collection[int]) -> dist.ProcessGroup | None:
+        """A group of some of a pipeline's ranks, made in all pipelines alike; ``None`` on ranks outside of it."""
+        return pipeline_subgroup(self._strategy.device_mesh, sorted(dist.get_group_rank(group, rank) for rank in ranks))
+
     # ---- tied weights ---------------------------------------------------------------------------------------------
 
-    def _find_tied(self, part: Part, by_schedule: list[int]) -> None:
-        """Group this rank's tied parameters by the pipeline ranks that hold them, and make the groups."""
+    def _find_tied(self, part: Part, group: dist.ProcessGroup, by_schedule: list[int]) -> None:
+        """Group this rank's tied parameters by the pipeline ranks that hold them. A collective over the world."""
         strategy, stages = self._strategy, part.stages
         assert stages is not None
         spec, num_ranks = strategy._spec, strategy.layout.pipeline_parallel_size
@@ -203,8 +225,8 @@ class PipelineSetup:
             if len(ranks) > 1:
                 found.setdefault(ranks, []).append(name)
         for ranks, names in sorted(found.items()):
-            if dist.get_rank() in ranks:
-                self._tied_groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            if (made := self._subgroup(group, ranks)) is not None:
+                self._tied_groups[ranks] = made
                 self._tied[ranks] = [held[name] for name in names]
 
     def _sync_tied(self) -> None:

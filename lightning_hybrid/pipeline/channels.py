@@ -3,45 +3,79 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Channels"]
+from lightning_hybrid.errors import PipelineError
+
+__all__ = ["Channels", "has_tags"]
 
 _REPORT_TAG = 1
+
+
+#: The most tensors that may cross one boundary, and tags for as many second messages.
+_MOST = 32
+
+
+def has_tags(group: dist.ProcessGroup) -> bool:
+    """Whether messages between two ranks of a group are told apart by tags."""
+    return bool(dist.get_backend(group) != "nccl")
 
 
 class Channels:
     """Sends and receives between the ranks of one pipeline. Sends never block; :meth:`flush` waits for them.
 
-    Every message has a tag of its own, so the order of sends and receives need not agree on both ends (gloo).
+    Messages of different boundaries or directions may be posted in different orders on both ends. gloo keeps them apart
+    by their tags. NCCL has none, and would wait for itself: there each boundary and direction has a group of its own,
+    within which both ends go through the micro-batches in the same order.
     """
 
-    def __init__(self, group: dist.ProcessGroup, global_ranks: Sequence[int], num_stages: int) -> None:
-        """``global_ranks[r]`` is the global rank of schedule rank ``r``."""
-        self._group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        global_ranks: Sequence[int],
+        num_stages: int,
+        groups: Mapping[tuple[str, int], dist.ProcessGroup] | None = None,
+    ) -> None:
+        """Make the channels of one pipeline.
+
+        Args:
+            group: All its ranks.
+            global_ranks: For each schedule rank its global rank.
+            num_stages: Virtual ones included.
+            groups: For each kind of message and receiving stage the group to use instead of tags.
+        """
+        self._group, self._groups = group, groups
         self._ranks = list(global_ranks)
         self._num_stages = num_stages
         self._pending: list[tuple[dist.Work, Tensor]] = []
 
-    def send(self, kind: str, tensors: Sequence[Tensor], to: int, stage: int, microbatch: int) -> None:
-        """Send the tensors of one boundary (``kind`` "F" or "B") to schedule rank ``to``, for its ``stage``."""
-        for index, tensor in enumerate(tensors):
+    def send(
+        self, kind: str, tensors: Sequence[Tensor], to: int, stage: int, microbatch: int, *, again: bool = False
+    ) -> None:
+        """Send the tensors of one boundary (``kind`` "F" or "B") to schedule rank ``to``, for its ``stage``.
+
+        ``again``: the second message of that micro-batch, where the receiver had expected other shapes.
+        """
+        group, tags = self._way(kind, stage, microbatch, len(tensors), again)
+        for tensor, tag in zip(tensors, tags, strict=True):
             data = tensor.detach().contiguous()
-            work = dist.isend(data, self._ranks[to], group=self._group, tag=self._tag(kind, stage, microbatch, index))
+            work = dist.isend(data, self._ranks[to], group=group, tag=tag)
             assert work is not None
             self._pending.append((work, data))
 
-    def post(self, kind: str, buffers: Sequence[Tensor], source: int, stage: int, microbatch: int) -> list[dist.Work]:
+    def post(
+        self, kind: str, buffers: Sequence[Tensor], source: int, stage: int, microbatch: int, *, again: bool = False
+    ) -> list[dist.Work]:
         """Start to receive the tensors of one boundary into ``buffers``."""
         works = []
-        for index, buffer in enumerate(buffers):
-            tag = self._tag(kind, stage, microbatch, index)
-            work = dist.irecv(buffer, self._ranks[source], group=self._group, tag=tag)
+        group, tags = self._way(kind, stage, microbatch, len(buffers), again)
+        for buffer, tag in zip(buffers, tags, strict=True):
+            work = dist.irecv(buffer, self._ranks[source], group=group, tag=tag)
             assert work is not None
             works.append(work)
         return works
@@ -71,6 +105,17 @@ class Channels:
             work.wait()
         self._pending.clear()
 
-    def _tag(self, kind: str, stage: int, microbatch: int, index: int) -> int:
-        boundary = stage * 2 + (kind == "B")
-        return 2 + (microbatch * 2 * self._num_stages + boundary) * 64 + index
+    def _way(
+        self, kind: str, stage: int, microbatch: int, num_tensors: int, again: bool
+    ) -> tuple[dist.ProcessGroup, Sequence[int]]:
+        """Return the group and the tags of one message's tensors."""
+        if self._groups is not None:
+            return self._groups[kind, stage], [0] * num_tensors
+        if num_tensors > _MOST:
+            raise PipelineError(
+                f"{num_tensors} tensors would go from stage {stage - 1} to stage {stage}, but at most {_MOST} can; pass"
+                " fewer tensors to the blocks (stack them), or use pipeline_parallel_size=1."
+            )
+        boundary = microbatch * 2 * self._num_stages + stage * 2 + (kind == "B")
+        first = 2 + (boundary * 2 + again) * _MOST
+        return self._group, range(first, first + num_tensors)

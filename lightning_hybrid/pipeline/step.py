@@ -7,7 +7,7 @@ weighs all micro-batches alike, it gives no times of its actions, and its errors
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.clock import Clock
+from lightning_hybrid.pipeline.activations import Activations
 from lightning_hybrid.pipeline.channels import Channels
 from lightning_hybrid.pipeline.loss import MicrobatchLoss
 from lightning_hybrid.pipeline.probe import StepFacts
@@ -32,6 +33,8 @@ class StepInputs:
     """What a schedule works on."""
 
     num_microbatches: int
+    looks: Sequence[Hashable]
+    """For each micro-batch what shapes depend on."""
     facts: StepFacts
     step: Callable[[int], Any]
     """Runs the user's step on one micro-batch, given its index."""
@@ -67,6 +70,7 @@ class PipelineRank:
         stages: dict[int, range],
         num_stages: int,
         channels: Channels,
+        device: torch.device,
         clock: Clock,
         inside: Callable[[Callable[[], Any]], Any],
     ) -> None:
@@ -74,12 +78,14 @@ class PipelineRank:
         self.cut, self.spec, self.rank, self.num_ranks = cut, spec, rank, num_ranks
         self.stages, self.num_stages = stages, num_stages
         self.channels, self.clock, self._inside = channels, clock, inside
+        self.activations = Activations(channels, device)
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._local: dict[tuple[str, int, int], list[Tensor]] = {}
         self._outputs: list[Any] = []
         self._losses: list[MicrobatchLoss] = []
         self.reference = 1.0
         self.now: Action | None = None
+        self._coming: Action | None = None
 
     def run(self, actions: Sequence[Action], inputs: StepInputs) -> None:
         """Run the actions in order.
@@ -90,9 +96,14 @@ class PipelineRank:
         self._flights.clear()
         self._local.clear()
         self._outputs, self._losses, self.reference = [], [], 1.0
+        self.activations.begin(inputs.looks)
         try:
-            for action in actions:
-                self.now = action
+            self._coming, *later = self._arrivals(actions)
+            self._receive_ahead()
+            for self.now, self._coming in zip(actions, later, strict=True):
+                action = self.now
+                if not self._is_fed_by_another(action):  # it receives its own first: order matters to NCCL
+                    self._receive_ahead()
                 if action.kind is Kind.FORWARD:
                     self._forward(action, inputs)
                 else:
@@ -105,6 +116,24 @@ class PipelineRank:
                 logger.error("%s: %s", type(error).__name__, place)
             raise
         self._flights.clear()
+
+    def _arrivals(self, actions: Sequence[Action]) -> list[Action | None]:
+        """Before and after each action the next forward whose input another rank sends."""
+        coming: list[Action | None] = [None]
+        for action in reversed(actions):
+            coming.append(action if self._is_fed_by_another(action) else coming[-1])
+        return coming[::-1]
+
+    def _is_fed_by_another(self, action: Action) -> bool:
+        return action.kind is Kind.FORWARD and action.stage > 0 and self._source(action.stage) != self.rank
+
+    def _receive_ahead(self) -> None:
+        if (action := self._coming) is not None:
+            self.activations.receive_ahead(self._source(action.stage), action.stage, action.microbatch)
+
+    def _source(self, stage: int) -> int:
+        """The schedule rank that feeds ``stage``."""
+        return self.spec.rank_of_stage(stage - 1, self.num_ranks)
 
     def flush(self) -> None:
         """Wait for the sends of the last step."""
@@ -204,6 +233,8 @@ class PipelineRank:
         rank = self.spec.rank_of_stage(stage, self.num_ranks)
         if rank == self.rank:
             self._local[kind, stage, microbatch] = [tensor.detach() for tensor in tensors]
+        elif kind == "F":
+            self.activations.send(tensors, rank, stage, microbatch)
         else:
             self.channels.send(kind, tensors, rank, stage, microbatch)
 
@@ -211,10 +242,8 @@ class PipelineRank:
         """Get the differentiable arguments of a stage's first block; ``local`` has their shapes."""
         if (here := self._local.pop(("F", stage, microbatch), None)) is None:
             marks.begin("WAIT_F")
-            here = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in local]
-            source = self.spec.rank_of_stage(stage - 1, self.num_ranks)
-            for work in self.channels.post("F", here, source, stage, microbatch):
-                work.wait()
+            here = self.activations.receive(local, self._source(stage), stage, microbatch)
+            self._receive_ahead()
         marks.begin("F")
         return here
 
