@@ -1,16 +1,18 @@
 """THE recipe: how one LightningModule becomes this rank's part of a 3D-parallel one, in order.
 
-synchronise -> plan the tensor split and check it -> cut into stages -> split tensors -> move -> shard
+synchronise -> plan the tensor split and check it -> cut into stages -> fill weights built on the meta device
+-> split tensors -> move -> shard
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.init import _materialize_distributed_module
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -18,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from lightning_hybrid.checkpoint.consolidate import StateKeys
 from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.layout import Layout
+from lightning_hybrid.materialize import MetaWeights, check_same_meta, on_meta
 from lightning_hybrid.mesh import data_mesh
 from lightning_hybrid.pipeline.blocks import find_block_lists, list_blocks
 from lightning_hybrid.pipeline.partition import partition_blocks
@@ -105,22 +108,28 @@ def parallelize(
     tp_plan: Mapping[str, Any] | None,
     reshard_after_forward: bool | None,
     first_step: FirstStep,
+    seed: int,
+    given: Collection[str] = (),
 ) -> Part:
     """Turn ``module`` into this rank's part, in place.
 
-    All ranks must call this with equal arguments.
+    All ranks must call this with equal arguments. Weights on the meta device are drawn from ``seed``; ``given`` are
+    keys that a checkpoint will overwrite afterwards.
 
     Raises:
         ConfigurationError: if degrees do not fit the model.
         PipelineError: if the step cannot be cut.
-        UnsupportedError: if the module is already parallel and a degree asks for more.
+        UnsupportedError: if the module is already parallel and a degree asks for more, or if something on the meta
+            device would get no values.
     """
     if any(isinstance(p, DTensor) for p in module.parameters()):
         _leave_to_user(layout)
+        _materialize_distributed_module(module, device)  # as ModelParallelStrategy does
         module.to(device)
         keys = StateKeys.of(module, lambda name: True)
         return Part(plan=build_tp_plan(nn.Module(), None, 1), cut=None, facts=None, stages=None, root=None, keys=keys)
     synchronise(module, device)
+    weights = MetaWeights(module, seed, given) if on_meta(module) else None
     plan = build_tp_plan(module, tp_plan, layout.tensor_parallel_size)
     if layout.tensor_parallel_size > 1:
         calls = first_step.record(_units(module, blocks))
@@ -137,6 +146,8 @@ def parallelize(
     if cut is not None and stages is not None:
         cut.hold(stages.parameters_of(mine))
         cut.to(device)
+    if weights is not None:
+        weights.fill(keys)
     apply_tensor_parallel(
         module, mesh["tensor_parallel"], plan, only=lambda name: bool(module.get_submodule(name)._parameters)
     )
@@ -149,11 +160,12 @@ def parallelize(
 
 
 def synchronise(module: nn.Module, device: torch.device) -> None:
-    """Give all ranks the parameters and buffers of global rank 0, as DDP does."""
+    """Give all ranks the parameters and buffers of global rank 0, as DDP does; those on the meta device have none."""
     if dist.get_world_size() == 1:
         return
+    check_same_meta(module)
     with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
+        for tensor in [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]:
             carrier = tensor.detach().to(device).contiguous()
             dist.broadcast(carrier, src=0)
             tensor.copy_(carrier)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -134,6 +134,7 @@ class Hybrid3DStrategy(CheckpointHooks):
         self._random: StepRandomness | None = None
         self._clock = Clock(torch.device("cpu"))
         self._new_window, self._failed = True, False
+        self._seed = 0
         self.started_from: str | None = None
         self.num_nodes = 1
 
@@ -293,6 +294,13 @@ class Hybrid3DStrategy(CheckpointHooks):
         if self._num_microbatches == "auto":
             self._num_microbatches = choice.settings["num_microbatches"]
 
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Around ``configure_model``: on the CPU, since a device may not hold the whole model; or without memory."""
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
     # ---- model, data, optimizers ----------------------------------------------------------------------------------
 
     @override
@@ -327,8 +335,11 @@ class Hybrid3DStrategy(CheckpointHooks):
             tp_plan=self._tp_plan,
             reshard_after_forward=self._reshard,
             first_step=setup,
+            seed=self._seed,
+            given=self._waiting_state[0].keys() if self._waiting_state is not None else (),
         )
         self._module_of_part = module
+        self._load_waiting_state()
         for part in module.modules():
             if isinstance(part, Metric) and layout.world_size > 1 and part.process_group is None:
                 part.process_group = axis_group(self.device_mesh, "data_parallel")  # other axes hold the same samples
@@ -340,13 +351,14 @@ class Hybrid3DStrategy(CheckpointHooks):
 
     def _synchronise_randomness(self) -> None:
         """See the note in :mod:`lightning_hybrid.randomness`."""
+        self._seed = self.broadcast(torch.initial_seed() % 2**62)
         if self.layout.world_size == 1:
             return
         for axis in ("pipeline_parallel", "tensor_parallel"):
             same_random_state(self.device_mesh[axis].get_group())
         if self._random is None:
-            here, seed = self.coordinate, self.broadcast(torch.initial_seed() % 2**62)
-            self._random = StepRandomness(derive_seed(seed, here.data), here.pipeline, self.root_device)
+            here = self.coordinate
+            self._random = StepRandomness(derive_seed(self._seed, here.data), here.pipeline, self.root_device)
 
     def _hook_precision(self) -> None:
         """Clipping goes by one norm over all axes, whoever calls it."""

@@ -20,6 +20,7 @@ from lightning_hybrid.choose import refuse_whole_model_optimizers
 from lightning_hybrid.collectives import AxisCollectives
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import Layout
+from lightning_hybrid.materialize import on_meta
 from lightning_hybrid.optimizer import disable_foreach_on_mixed_tensors
 
 __all__ = ["CheckpointHooks"]
@@ -31,6 +32,8 @@ class CheckpointHooks(AxisCollectives):
     _part: Any = None
     """This rank's :class:`~lightning_hybrid.parallelize.Part`, once there is one."""
     _module_of_part: Any = None
+    _waiting_state: tuple[Mapping[str, Any], bool] | None = None
+    """A checkpoint's, with its ``strict``, for a module that has no memory yet."""
     _group_names: list[list[list[str]]]
 
     @property
@@ -68,8 +71,18 @@ class CheckpointHooks(AxisCollectives):
         module = self.lightning_module
         assert module is not None
         is_whole = self._part is None or self._module_of_part is not module  # setup comes later
+        if is_whole and on_meta(module):  # nothing there yet to load into
+            self._waiting_state = checkpoint["state_dict"], strict
+            return
         keys = StateKeys.of(module, lambda name: True) if is_whole else self._keys
         scatter_model_state(module, checkpoint["state_dict"], keys, strict)
+
+    def _load_waiting_state(self) -> None:
+        """Load what came when the module was on the meta device."""
+        if self._waiting_state is not None:
+            (state, strict), self._waiting_state = self._waiting_state, None
+            assert self.lightning_module is not None
+            scatter_model_state(self.lightning_module, state, self._keys, strict)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torchmetrics import Metric
 from lightning_hybrid.errors import PipelineError
 from lightning_hybrid.pipeline.holes import Hole
 
-__all__ = ["Labels", "Probe", "StepFacts"]
+__all__ = ["Labels", "Probe", "StepFacts", "written_tensors"]
 
 _REMEDY = "Pass it to the blocks as an argument, or use pipeline_parallel_size=1."
 
@@ -68,7 +68,7 @@ class Labels(TorchDispatchMode):
         output = func(*args, **kwargs)
         name = func.__name__
         if (labels := self.of(tree_leaves((args, kwargs)))) and not _takes_only_the_shape(name):
-            for tensor in tree_leaves((output, _written(func, args, kwargs))):
+            for tensor in tree_leaves((output, written_tensors(func, args, kwargs))):
                 if isinstance(tensor, Tensor):
                     self.add(tensor, labels)
         return output
@@ -79,8 +79,8 @@ def _takes_only_the_shape(name: str) -> bool:
     return operation.startswith("new_") or operation.endswith("_like")
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation changes in place."""
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation changes in place (tensors, or lists of them)."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []

@@ -204,7 +204,7 @@ def _random_weights(block: nn.Module) -> nn.Module:
     for parameter in block.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         values = noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1.0 + 0.5 * noise
-        parameter.data.copy_(values)
+        parameter.data = values.to(parameter)  # not in place: a weight that is still to come has no memory of its own
         parameter.requires_grad_(parameter.is_floating_point())
     return block
 
