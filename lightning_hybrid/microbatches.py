@@ -12,7 +12,7 @@ the user says which tensors are not cut: ``Hybrid3DStrategy(unbatched=["rel_bias
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -63,9 +63,13 @@ class BatchSplitter:
             ConfigurationError: if it cannot be told which tensors have a row per sample.
             UnsupportedError: for offsets into a packed batch.
         """
+        return self.cut(batch, split_sizes(batch_size_of(batch), num_microbatches))
+
+    def cut(self, batch: Any, sizes: Sequence[int]) -> list[tuple[Any, int]]:
+        """Cut pieces of these sizes from the front of a batch; see :meth:`split`."""
         size = batch_size_of(batch)
         rows = self._find_rows(batch, size)
-        ends = [0, *itertools.accumulate(split_sizes(size, num_microbatches))]
+        ends = [0, *itertools.accumulate(sizes)]
 
         def piece(first: int, last: int) -> Any:
             def cut(path: Any, leaf: Any) -> Any:

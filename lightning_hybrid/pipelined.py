@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_hybrid.data import checksum
-from lightning_hybrid.errors import PipelineError
+from lightning_hybrid.errors import PipelineError, UnsupportedError
 from lightning_hybrid.gradients import GradientLedger
 from lightning_hybrid.logged_values import LogRecorder, MetricMirror, merge_outputs, without_large_tensors
 from lightning_hybrid.microbatches import BatchSplitter
 from lightning_hybrid.pipeline.activations import look_of
+from lightning_hybrid.pipeline.contract import LossCheck, cut_point
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine, read_loss
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.schedule import Action, ScheduleSpec
@@ -44,8 +46,14 @@ class PipelinedStep:
         device: torch.device,
         probe: Callable[[str, Any, tuple[Any, ...]], StepFacts],
         sync_tied: Callable[[], None],
+        inside: Callable[[Callable[[], Any]], Any],
+        quiet: Callable[[], AbstractContextManager[None]],
+        whole_batch_loss: bool,
     ) -> None:
-        """``probe(name, microbatch, rest)`` learns the facts of a kind of step the first time it runs."""
+        """``probe(name, microbatch, rest)`` learns the facts of a kind of step the first time it runs.
+
+        ``inside`` runs a function in the root's forward; within ``quiet()`` the module's steps leave no trace.
+        """
         self._module, self._root, self._rank, self._spec = module, root, rank, spec
         self.num_microbatches, self._stages_per_rank = num_microbatches, stages_per_rank
         self._splitter, self._start_microbatch = splitter, start_microbatch
@@ -55,7 +63,8 @@ class PipelinedStep:
         self._ledger = GradientLedger(module.parameters())
         self._metrics = MetricMirror(module)
         self._last_rank = spec.rank_of_stage(rank.num_stages - 1, rank.num_ranks)
-        self._said = False
+        self._inside, self._quiet, self._whole_batch_loss = inside, quiet, whole_batch_loss
+        self._said = self._checked = False
         self._checksum: tuple[Any, ...] = ()
 
     def train(self, batch: Any, *rest: Any) -> Any:
@@ -67,13 +76,26 @@ class PipelinedStep:
         self._checksum = checksum(batch)
         parts, sizes = zip(*self._splitter.split(batch, self.num_microbatches), strict=True)
         recorder = LogRecorder()
+        facts = self._facts("training_step", batch if self._whole_batch_loss else parts[0], rest)
+        check = self._loss_check(facts, batch, sizes, rest)
+
+        def step(i: int) -> Any:
+            if check is not None:
+                check.watch(i)
+            notes = LogRecorder() if self._whole_batch_loss else recorder
+            return self._one("training_step", notes, i, parts[i], rest)
+
+        def whole_step() -> Any:
+            return self._one("training_step", recorder, 0, batch, rest)
+
         inputs = StepInputs(
             num_microbatches=len(parts),
             looks=[("training_step", look_of(part)) for part in parts],
-            facts=self._facts("training_step", parts[0], rest),
-            step=lambda i: self._one("training_step", recorder, i, parts[i], rest),
+            facts=facts,
+            step=step,
             read_loss=lambda i, output: read_loss(output, sizes[i]),
-            on_outputs=lambda outputs, losses: self._report(recorder, outputs, losses),
+            whole_step=whole_step if self._whole_batch_loss else None,
+            on_outputs=lambda outputs, losses: self._report(recorder, outputs, losses, check=check),
         )
         self._num_steps += 1
         self._ledger.open()
@@ -82,6 +104,8 @@ class PipelinedStep:
         self._message: dict[str, Any] | None = None
         self._rank.run(self._actions(len(parts)), inputs)
         message = self._received()
+        if message["refusal"]:
+            raise UnsupportedError(message["refusal"])
         with self._rank.clock.mark("REDUCE"):
             reduce_gradients(self._module, self._root, message["scale"])
             self._sync_tied()
@@ -122,6 +146,29 @@ class PipelinedStep:
             self.facts[name] = self._probe(name, part, rest)
         return self.facts[name]
 
+    def _loss_check(
+        self, facts: StepFacts, batch: Any, sizes: Sequence[int], rest: tuple[Any, ...]
+    ) -> LossCheck | None:
+        """The check of the first batch that is cut, ``None`` for all others; see :mod:`.pipeline.contract`."""
+        if self._checked or self._whole_batch_loss or len(sizes) == 1:
+            return None
+        self._checked = True
+        num_units = next((n for n in range(1, len(sizes)) if sum(sizes[:n]) >= 4), len(sizes))
+        size = sum(sizes[:num_units])  # parts of one sample each have no variance, nor anything to be compared with
+        at = cut_point(size)
+        (whole, _), *_ = self._splitter.cut(batch, [size])
+        (front, _), (back, _) = self._splitter.cut(batch, [at, size - at])
+        return LossCheck(
+            cut=self._rank.cut,
+            facts=facts,
+            inside=self._inside,
+            quiet=self._quiet,
+            step=lambda piece: self._module.training_step(piece, *rest),
+            read_loss=read_loss,
+            pieces=[(whole, 0, size), (front, 0, at), (back, at, size)],
+            num_units=num_units,
+        )
+
     def _actions(self, num_microbatches: int) -> Sequence[Action]:
         ranks, stages = self._rank.num_ranks, self._stages_per_rank
         if self._spec.problem(ranks, num_microbatches, stages):  # a short batch: an order that any number can run
@@ -134,7 +181,13 @@ class PipelinedStep:
             return getattr(self._module, name)(part, *rest)
 
     def _report(
-        self, recorder: LogRecorder, outputs: list[Any], losses: list[MicrobatchLoss], full: bool = False
+        self,
+        recorder: LogRecorder,
+        outputs: list[Any],
+        losses: list[MicrobatchLoss],
+        *,
+        check: LossCheck | None = None,
+        full: bool = False,
     ) -> None:
         """On the last stage, when all micro-batches are through: tell the other stages what came out."""
         merged = merge_outputs(outputs, losses) if len(outputs) > 1 else outputs[0]
@@ -150,6 +203,7 @@ class PipelinedStep:
             "scale": reference if by_sum else reference / total if total else 1.0,
             "logged": logged,
             "metrics": self._metrics.changes(),
+            "refusal": check.find() if check is not None else None,
         }
         self._say(losses)
         self._message = message

@@ -60,7 +60,8 @@ class PipelineSetup:
         self._cut = cut
         name, batch, rest = self._first_batch()
         self.num_microbatches = self._choose_num_microbatches(batch if name == "training_step" else None)
-        part = self._splitter.split(batch, self.num_microbatches)[0][0] if name == "training_step" else batch
+        cuts = name == "training_step" and not self._strategy._whole_batch_loss
+        part = self._splitter.split(batch, self.num_microbatches)[0][0] if cuts else batch
         self._facts[name] = self._probe(name, part, rest)
         return self._facts[name]
 
@@ -99,6 +100,9 @@ class PipelineSetup:
             device=strategy.root_device,
             probe=lambda name, batch, rest: call_inside(part.root, lambda: self._probe(name, batch, rest)),
             sync_tied=self._sync_tied,
+            inside=lambda function: call_inside(part.root, function),
+            quiet=lambda: quiet_step(self._module, self._trainer, set()),
+            whole_batch_loss=strategy._whole_batch_loss,
         )
         self.step.facts.update(self._facts)
         self._first = None
@@ -181,7 +185,7 @@ class PipelineSetup:
         untouched = {inner for block in self._cut.blocks() for inner in block.modules()}
         with quiet_step(self._module, self._trainer, untouched):
             try:
-                return self._cut.probe(lambda: getattr(self._module, name)(part, *rest))
+                facts = self._cut.probe(lambda: getattr(self._module, name)(part, *rest))
             except HybridError:
                 raise
             except Exception as error:
@@ -191,6 +195,13 @@ class PipelineSetup:
                     " in on_fit_start or on_train_start), optimizers and schedulers are not there yet. Otherwise use"
                     " pipeline_parallel_size=1."
                 ) from error
+        if self._strategy._whole_batch_loss and name == "training_step" and facts.redraws:
+            raise UnsupportedError(
+                "training_step draws random numbers before its last block and uses them after it too (noise that is"
+                " input and target). With whole_batch_loss=True these are two runs, which draw different numbers. Draw"
+                " them in the dataset or the collate function, or use pipeline_parallel_size=1."
+            )
+        return facts
 
     def _groups_of_boundaries(
         self, group: dist.ProcessGroup, by_schedule: list[int]

@@ -69,6 +69,9 @@ class Hybrid3DStrategy(CheckpointHooks):
         blocks: FQN(s) of the list(s) of blocks to cut along, if they are not found by themselves.
         unbatched: Names of the batch's tensors that have no row per sample, for batches where shapes do not tell
             (see :mod:`lightning_hybrid.microbatches`).
+        whole_batch_loss: Whether, in a pipeline, the code after the last block runs once on the whole batch, for losses
+            that compare samples with each other. Such a schedule ends all forwards before the first backward:
+            ``"GPipe"`` (then the default) or ``"LoopedBFS"``.
         tp_plan: FQN pattern -> style (``{"model.layers.*.self_attn.q_proj": "colwise", ...}``). Models of Hugging Face
             bring their own.
         reshard_after_forward: Whether a block's gathered parameters are freed after its forward; by default without
@@ -93,6 +96,7 @@ class Hybrid3DStrategy(CheckpointHooks):
         stages_per_rank: Degree = "auto",
         blocks: str | list[str] | None = None,
         unbatched: list[str] | None = None,
+        whole_batch_loss: bool = False,
         tp_plan: Mapping[str, Any] | None = None,
         reshard_after_forward: bool | None = None,
         archive: str | None = "archive",
@@ -121,8 +125,14 @@ class Hybrid3DStrategy(CheckpointHooks):
         check_counts({**self._degrees, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank})
         if start_method not in ("popen", "fork", "spawn"):
             raise ConfigurationError(f'start_method={start_method!r} is unknown; use one of "popen", "fork", "spawn".')
-        self._schedule_argument = schedule
+        schedule = "GPipe" if whole_batch_loss and schedule == "auto" else schedule
+        self._schedule_argument, self._whole_batch_loss = schedule, whole_batch_loss
         self._schedule_name = find_schedule("1F1B" if schedule == "auto" else schedule).name
+        if whole_batch_loss and not self._spec.forwards_first:
+            raise ConfigurationError(
+                f'whole_batch_loss=True needs all forwards before the first backward, but schedule="{self._spec.name}"'
+                ' mixes them; use schedule="GPipe" or "LoopedBFS".'
+            )
         self._num_microbatches = num_microbatches
         self._stages_per_rank = choose_stages_per_rank(self._spec, stages_per_rank)
         self._blocks, self._tp_plan, self._reshard = blocks, tp_plan, reshard_after_forward

@@ -50,6 +50,10 @@ class Labels(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.segment = 0
+        """Where the step is now."""
+        self._drawn: dict[int, int] = {}
+        """The memory of what is made from random numbers, and the first segment in which they were drawn."""
         self._of: dict[int, set[_Label]] = {}
         self._alive: list[Any] = []  # labelled memory is kept, so that no address is used again
 
@@ -63,14 +67,26 @@ class Labels(TorchDispatchMode):
         self._of.setdefault(address, set()).update(labels)
         self._alive.append(memory)
 
+    def drawn_in(self, values: Iterable[Any]) -> int | None:
+        """Return the first segment in which random numbers were drawn that tensors among ``values`` are made from."""
+        segments = [self._drawn.get(_memory(value)[0]) for value in values if isinstance(value, Tensor)]
+        return min((segment for segment in segments if segment is not None), default=None)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        name = func.__name__
-        if (labels := self.of(tree_leaves((args, kwargs)))) and not _takes_only_the_shape(name):
+        inputs = tree_leaves((args, kwargs))
+        labels, drawn = self.of(inputs), self.drawn_in(inputs)
+        if _takes_only_the_shape(func.__name__):
+            labels, drawn = set(), None
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            drawn = self.segment if drawn is None else drawn
+        if labels or drawn is not None:
             for tensor in tree_leaves((output, written_tensors(func, args, kwargs))):
                 if isinstance(tensor, Tensor):
                     self.add(tensor, labels)
+                    if drawn is not None:
+                        self._drawn[_memory(tensor)[0]] = drawn
         return output
 
 
@@ -113,6 +129,8 @@ class StepFacts:
     """For each segment (one more than blocks) the names of the parameters that it uses, blocks' own apart."""
     reuses: tuple[bool, ...]
     """For each block whether the code after it computes with the block's arguments (beside handing them on)."""
+    redraws: bool = False
+    """Whether what the step returns or logs is made, past the blocks, from random numbers drawn before the last one."""
     flops: tuple[float, ...]
     """For each block the floating point operations of one forward on the probe's micro-batch."""
     flops_outside: tuple[float, ...]
@@ -184,6 +202,7 @@ class Probe:
         self._num_values.append(len(leaves))
         self._reuses.append(False)
         self.order.append(name)
+        self.labels.segment = self._segment
         self._uses.append(set())
         self._flops_outside.append(0.0)
         self._carried = {id(leaves[i]): leaves[i] for i in positions}
@@ -210,8 +229,10 @@ class Probe:
 
     def finish(self, output: Any) -> StepFacts:
         """Note the step's output and return the facts."""
-        for name, leaves in [("the step's output", tree_leaves(output)), *self._logged]:
+        results = [("the step's output", tree_leaves(output)), *self._logged]
+        for name, leaves in results:
             self._check(name, leaves)
+        drawn = self.labels.drawn_in(leaf for _, leaves in results for leaf in leaves)
         return StepFacts(
             blocks=tuple(self.order),
             arguments=tuple(self._arguments),
@@ -219,6 +240,7 @@ class Probe:
             num_values=tuple(self._num_values),
             uses=tuple(frozenset(names) for names in self._uses),
             reuses=tuple(self._reuses),
+            redraws=drawn is not None and drawn < self._segment,
             flops=tuple(self._flops),
             flops_outside=tuple(self._flops_outside),
         )

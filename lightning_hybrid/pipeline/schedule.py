@@ -57,6 +57,8 @@ class ScheduleSpec:
     """Whether stages are placed down and up again (rank 0 holds the first and the last) instead of in rounds."""
     splits_backward: bool = False
     """Whether gradients of inputs and of weights are separate actions (zero-bubble schedules)."""
+    forwards_first: bool = False
+    """Whether all forwards come before the first backward."""
     problem: Callable[[int, int, int], str | None] = lambda num_ranks, num_microbatches, stages_per_rank: None
     """Says what is wrong with a combination of sizes, and the remedy, or ``None``."""
 
@@ -165,7 +167,7 @@ def _torch_order(name: str) -> Callable[[int, int, int], Table]:
 SCHEDULES: dict[str, ScheduleSpec] = {
     spec.name.lower(): spec
     for spec in (
-        ScheduleSpec(name="GPipe", build=_gpipe),
+        ScheduleSpec(name="GPipe", build=_gpipe, forwards_first=True),
         ScheduleSpec(name="1F1B", build=_one_forward_one_backward, problem=_at_least_ranks),
         ScheduleSpec(
             name="Interleaved1F1B",
@@ -174,7 +176,13 @@ SCHEDULES: dict[str, ScheduleSpec] = {
             multiple_stages=True,
             problem=_whole_rounds,
         ),
-        ScheduleSpec(name="LoopedBFS", build=_torch_order("LoopedBFS"), stages_per_rank=2, multiple_stages=True),
+        ScheduleSpec(
+            name="LoopedBFS",
+            build=_torch_order("LoopedBFS"),
+            stages_per_rank=2,
+            multiple_stages=True,
+            forwards_first=True,
+        ),
         ScheduleSpec(
             name="InterleavedZeroBubble",
             build=_torch_order("InterleavedZeroBubble"),

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lightning_hybrid.errors import PipelineError
 from lightning_hybrid.pipeline.holes import Hole, placeholder
@@ -77,6 +77,10 @@ class StageRun:
     """Ids of tensors that are not values of this step (placeholders of weights) and must stay what they are."""
     leaves: bool = False
     """Whether received tensors enter as leaves, which a backward split into inputs and weights wants (one copy)."""
+    captures: bool = False
+    """Whether the step is left right after the last block of all, with what it returned."""
+    joins: bool = False
+    """Whether the block ``first`` is the last of all and a hole, in whose place ``receive`` gives what it returned."""
     entered: bool = False
     inputs: list[Tensor] = field(default_factory=list)
     """The leaves, if they are wanted."""
@@ -96,7 +100,7 @@ class StageRun:
         if not self.entered:
             received = self.receive([leaves[i] for i in positions])
             if torch.is_grad_enabled():
-                received = self._differentiable(received)
+                received = self._differentiable(received, self.facts.differentiable[self.first])
             self.received = [self._put(leaves[i], real) for i, real in zip(positions, received, strict=True)]
             self.entered = True
         for i, real in zip(positions, self.received, strict=True):  # also when the call is recomputed in the backward
@@ -104,9 +108,8 @@ class StageRun:
         args, kwargs = tree_unflatten(leaves, spec)
         return args, kwargs
 
-    def _differentiable(self, received: list[Tensor]) -> list[Tensor]:
+    def _differentiable(self, received: list[Tensor], wanted: tuple[bool, ...]) -> list[Tensor]:
         """Have gradients kept for those received tensors that require them where they come from."""
-        wanted = self.facts.differentiable[self.first]
         if self.leaves:
             self.inputs = [t.requires_grad_(want) for t, want in zip(received, wanted, strict=True)]
             return [tensor.clone() for tensor in self.inputs]
@@ -146,6 +149,30 @@ class StageRun:
         self.facts.check_structure(self.last, leaves)
         return [leaves[i] for i in self.facts.arguments[self.last]]
 
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> list[Tensor]:
+        """Return what the code after the last block gets: its output, and its arguments where they are used again."""
+        return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)] + self._used_again(args, kwargs)
+
+    def join(self, args: tuple[Any, ...], kwargs: dict[str, Any], stand_in: Any) -> Any:
+        """Return the output of the last block, put together from what was received; ``stand_in`` has its structure."""
+        flat, spec = tree_flatten(stand_in)
+        places = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+        arguments = self._used_again(args, kwargs)
+        local = [*(flat[i] for i in places), *arguments]
+        wanted = tuple(tensor.is_floating_point() for tensor in local)
+        real = self._differentiable(self.receive(local), wanted)
+        for i, tensor in zip(places, real, strict=False):
+            flat[i] = tensor
+        del local, stand_in  # what is put into the user's variables must not be held here
+        for argument, tensor in zip(arguments, real[len(places) :], strict=True):
+            self._put(argument, tensor)
+        self.entered = True
+        return tree_unflatten(flat, spec)
+
+    def _used_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        leaves = tree_leaves((args, kwargs))
+        return [leaves[i] for i in self.facts.arguments[-1]] if self.facts.reuses[-1] else []
+
 
 class Cut:
     """The step of one module, made ready to be cut at any of its blocks."""
@@ -171,6 +198,11 @@ class Cut:
             self._holes[part] = Hole(part, {id(module): module}, memory)
         for part in intercepted.values():
             _intercept(part, self._call)
+
+    @property
+    def current(self) -> StageRun | None:
+        """The stage's run that calls belong to now."""
+        return self._run
 
     def blocks(self) -> list[nn.Module]:
         """All blocks, held by this rank or not."""
@@ -272,6 +304,8 @@ class Cut:
                 f"{self._names[part]} was called outside of a training, validation, test or predict step, where its"
                 " pipeline stage cannot be reached. Call the model inside of a step, or use pipeline_parallel_size=1."
             )
+        if run.joins and index == run.first and not run.entered:
+            return run.join(args, kwargs, self._holes[part](args, kwargs))
         if index == run.first and run.first > 0:
             args, kwargs = run.enter(args, kwargs)
         elif not run.entered:
@@ -281,7 +315,11 @@ class Cut:
         else:
             args, kwargs = run.substitute(args, kwargs)
         with self.inside():
-            return call(*args, **kwargs)
+            output = call(*args, **kwargs)
+        if run.captures and index == len(self._indices) - 1:
+            run.captures = False  # when it is called again to recompute activations, it returns
+            raise _StageDone(run.capture(args, kwargs, output))
+        return output
 
 
 def _intercept(

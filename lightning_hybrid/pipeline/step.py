@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.schedule import Action, Kind, ScheduleSpec
 from lightning_hybrid.pipeline.stage import Cut, StageRun
 from lightning_hybrid.pipeline.torch_schedules import backward_of_inputs, backward_of_weights
+from lightning_hybrid.pipeline.whole_batch import WholeBatch
 
 __all__ = ["PipelineRank", "StepInputs"]
 
@@ -40,6 +41,8 @@ class StepInputs:
     """Runs the user's step on one micro-batch, given its index."""
     read_loss: Callable[[int, Any], MicrobatchLoss] | None = None
     """Finds the loss in the output of one micro-batch; ``None`` in evaluation."""
+    whole_step: Callable[[], Any] | None = None
+    """Runs the step on the whole batch; given where the code after the last block gets it (``whole_batch.py``)."""
     on_outputs: Callable[[list[Any], list[MicrobatchLoss]], None] = lambda outputs, losses: None
     """Called on the last stage as soon as all micro-batches have gone through."""
 
@@ -83,6 +86,7 @@ class PipelineRank:
         self._local: dict[tuple[str, int, int], list[Tensor]] = {}
         self._outputs: list[Any] = []
         self._losses: list[MicrobatchLoss] = []
+        self._whole: WholeBatch | None = None
         self.reference = 1.0
         self.now: Action | None = None
         self._coming: Action | None = None
@@ -95,7 +99,7 @@ class PipelineRank:
         """
         self._flights.clear()
         self._local.clear()
-        self._outputs, self._losses, self.reference = [], [], 1.0
+        self._outputs, self._losses, self.reference, self._whole = [], [], 1.0, None
         self.activations.begin(inputs.looks)
         try:
             self._coming, *later = self._arrivals(actions)
@@ -116,6 +120,7 @@ class PipelineRank:
                 logger.error("%s: %s", type(error).__name__, place)
             raise
         self._flights.clear()
+        self._whole = None
 
     def _arrivals(self, actions: Sequence[Action]) -> list[Action | None]:
         """Before and after each action the next forward whose input another rank sends."""
@@ -150,6 +155,7 @@ class PipelineRank:
             facts=inputs.facts,
             keep=self.cut.placeholders,
             leaves=self.spec.splits_backward,
+            captures=inputs.whole_step is not None and stage == self.num_stages - 1,
             receive=lambda local: self._receive(stage, microbatch, local, marks),
         )
         marks.begin("F" if stage == 0 else "PROLOGUE")
@@ -168,6 +174,11 @@ class PipelineRank:
 
     def _finish(self, flight: _Flight, microbatch: int, output: Any, inputs: StepInputs) -> None:
         self._outputs.append(output)
+        if inputs.whole_step is not None:
+            flight.outputs = output
+            if len(self._outputs) == inputs.num_microbatches:
+                self._finish_whole(inputs, inputs.whole_step)
+            return
         if inputs.read_loss is not None:
             flight.loss = inputs.read_loss(microbatch, output)
             self._losses.append(flight.loss)
@@ -177,6 +188,15 @@ class PipelineRank:
             inputs.on_outputs(self._outputs, self._losses)
             self._outputs = []
 
+    def _finish_whole(self, inputs: StepInputs, step: Callable[[], Any]) -> None:
+        whole = self._whole = WholeBatch(cut=self.cut, facts=inputs.facts, parts=self._outputs)
+        output = self._inside(lambda: whole.forward(step))
+        assert inputs.read_loss is not None
+        loss = replace(inputs.read_loss(0, output), weight=1.0, rule="batch", doubt="")
+        whole.backward(loss.value)
+        inputs.on_outputs([output], [loss])
+        self._outputs = []
+
     def _backward(self, action: Action) -> None:
         kind, stage, microbatch = action
         flight = self._flights[stage, microbatch]
@@ -185,6 +205,8 @@ class PipelineRank:
             marks.begin("WAIT_B")
             self._await_gradients(flight, stage, microbatch)
         marks.begin(kind.value)
+        if self._whole is not None and stage == self.num_stages - 1:
+            flight.gradients = self._whole.gradients_of(microbatch)
         with self.cut.resume(flight.run):
             self._differentiate(kind, stage, flight)
         if stage > 0 and kind is not Kind.BACKWARD_WEIGHT:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lightning_hybrid.pipelined
 import lightning_hybrid.setup_pipeline
-from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from lightning_hybrid.microbatches import BatchSplitter
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.distributed.zoo import LENGTH, NUM_ROWS, VOCABULARY, Lit, LitNano, NanoGPT, generator, text_rows
@@ -71,12 +71,19 @@ def unweighted() -> None:
     lightning_hybrid.pipelined.read_loss = lambda output, size: right({"loss": output, "loss_weight": 1.0}, size)
 
 
+def unguarded() -> None:
+    unweighted()
+    lightning_hybrid.pipelined.LossCheck.find = lambda self: None  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("num_microbatches", [2, 4, 8])
 def test_scale_3_uneven_targets(num_microbatches: int) -> None:
     degrees = {**PP2, "num_microbatches": num_microbatches}
     compare(rows_of(UNEVEN), degrees)
     compare(rows_of([LENGTH] * 24), degrees, sabotage=unweighted)  # with even targets the weights do not matter
     with must_differ():
+        compare(rows_of(UNEVEN), degrees, sabotage=unguarded)
+    with pytest.raises(UnsupportedError, match="weight was misread"):
         compare(rows_of(UNEVEN), degrees, sabotage=unweighted)
 
 
@@ -116,7 +123,7 @@ def test_scale_5_uneven_microbatches() -> None:
     compare(rows, {**PP2, "num_microbatches": 3}, {**PP2, "num_microbatches": 4}, {**PP4, "num_microbatches": 4})
     compare(rows_of([LENGTH] * 36), {**PP2, "num_microbatches": 4}, batch_size=9)
     with must_differ():
-        compare(rows, {**PP2, "num_microbatches": 3}, sabotage=unweighted)
+        compare(rows, {**PP2, "num_microbatches": 3}, sabotage=unguarded)
 
 
 # ---- tied weights ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,155 @@
+"""Losses that couple the samples of a batch: refused where micro-batches would compute another loss, or computed on
+the whole batch and then equal to one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lightning_hybrid.pipeline.whole_batch
+from lightning_hybrid.errors import UnsupportedError
+from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
+from tests.distributed.zoo import Lit, checkpointed, labelled_rows, text_rows
+from tests.ranks import run_ranks
+
+PP2, PP4 = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 4}
+WHOLE = {"whole_batch_loss": True}
+ROWS: Any = labelled_rows((12,))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.linear(x).tanh(), self.linear.weight.norm()
+
+
+class Pairs(Lit):
+    """Blocks that return a tuple; the step uses the last one's argument again, and a statistic of the batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(nn.Identity())
+        self.kind = kind
+        self.stem, self.project = nn.Linear(12, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(Layer() for _ in range(4))
+        self.norm = nn.BatchNorm1d(8) if kind == "batch_norm" else nn.LayerNorm(8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.stem(batch["x"])
+        for block in self.blocks:
+            out, size = block(h)
+            h = h + 0.5 * out
+        z = self.project(self.norm(h))
+        self.log("variance", z.var(0).mean())
+        return {"loss": self.of(z, batch) + 0.01 * size, "z": z.detach()}
+
+    def of(self, z: Tensor, batch: Any) -> Tensor:
+        if self.kind == "info_nce":
+            a, b = F.normalize(z, dim=-1), F.normalize(batch["x"][:, :4], dim=-1)
+            return F.cross_entropy(a @ b.T * 3, torch.arange(len(z)))
+        if self.kind == "vicreg":
+            off = torch.cov(z.T).fill_diagonal_(0)
+            return F.relu(1 - z.std(0)).mean() + off.pow(2).sum() / 4 + F.mse_loss(z, batch["x"][:, :4])
+        return F.cross_entropy(z, batch["y"].clamp(max=3))
+
+
+KINDS = ["info_nce", "vicreg", "batch_norm"]
+
+
+def runs(rank: int, make: Callable[[], Any], degrees: list[dict[str, Any]], **options: Any) -> list[Trace]:
+    return [trace(rank, make, options.pop("rows", ROWS), each, **options) for each in degrees]
+
+
+def run(num_ranks: int, make: Callable[[], Any], *degrees: dict[str, Any], **options: Any) -> list[list[Trace]]:
+    found = run_ranks(num_ranks, lambda rank: runs(rank, make, list(degrees), **options), timeout=100)
+    return [list(traces) for traces in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_of_the_whole_batch_equals_one_process(kind: str) -> None:
+    (one,) = run(1, lambda: Pairs(kind), ONE_PROCESS, accumulate_grad_batches=2, batch_size=4)
+    expected = one[0]
+    looped = {**PP2, **WHOLE, "schedule": "LoopedBFS", "num_microbatches": 2}
+    for traces in run(2, lambda: Pairs(kind), {**PP2, **WHOLE}, looped, accumulate_grad_batches=2, batch_size=4):
+        assert_equal(expected, traces)
+        assert abs(traces[0].metrics["variance"] - expected.metrics["variance"]) < 1e-5
+    (four,) = run(4, lambda: Pairs(kind), {**PP4, **WHOLE}, accumulate_grad_batches=2, batch_size=4)
+    assert_equal(expected, four)
+
+
+class Noisy(Pairs):
+    """Noise that is input and target, or (``"apart"``) drawn for the head alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        noise = torch.randn_like(batch["x"])
+        target = noise[:, :4]
+        h = self.stem(batch["x"] + noise)
+        for block in self.blocks:
+            h, _ = block(h)
+        if self.kind == "apart":
+            target = torch.randn(len(noise), 4)
+        return F.mse_loss(self.project(h), target)
+
+
+def test_noise_that_is_input_and_target_is_refused() -> None:
+    def train(rank: int, kind: str) -> str:
+        try:
+            trace(rank, lambda: Noisy(kind), ROWS, {**PP2, **WHOLE})
+        except UnsupportedError as error:
+            return str(error)
+        return "trained"
+
+    assert run_ranks(2, train, "apart") == ["trained"] * 2
+    assert all("random numbers before its last block" in message for message in run_ranks(2, train, "both"))
+
+
+class Dealt(Pairs):
+    """Of a batch of eight, couples the samples that one of two data ranks gets, as DDP does."""
+
+    def of(self, z: Tensor, batch: Any) -> Tensor:
+        halves = [super(Dealt, self).of(z[i::2], {n: value[i::2] for n, value in batch.items()}) for i in (0, 1)]
+        return torch.stack(halves).mean()
+
+
+def test_sharded_over_data_it_couples_each_rank_s_samples() -> None:
+    (one,) = run(1, lambda: Dealt("info_nce"), ONE_PROCESS)
+    degrees = {**PP2, **WHOLE, "data_parallel_size": 2, "num_microbatches": 2}
+    (four,) = run(4, lambda: Pairs("info_nce"), degrees)
+    assert_equal(one[0], four)
+
+
+def test_activation_checkpointing_around_the_last_block() -> None:
+    (one,) = run(1, checkpointed, ONE_PROCESS, rows=text_rows())
+    (two,) = run(2, checkpointed, {**PP2, **WHOLE}, rows=text_rows())
+    assert_equal(one[0], two)
+
+
+def forgotten_rows() -> None:
+    """The second micro-batch gets the gradient of the first."""
+    right = lightning_hybrid.pipeline.whole_batch.WholeBatch.gradients_of
+    lightning_hybrid.pipeline.whole_batch.WholeBatch.gradients_of = lambda self, i: right(self, 0)  # type: ignore
+
+
+def test_wrong_gradients_of_the_joined_values_are_noticed() -> None:
+    (one,) = run(1, lambda: Pairs("info_nce"), ONE_PROCESS)
+    (two,) = run(2, lambda: Pairs("info_nce"), {**PP2, **WHOLE}, sabotage=forgotten_rows)
+    with must_differ():
+        assert_equal(one[0], two)
+
+
+@pytest.mark.parametrize("kind", ["info_nce", "vicreg"])
+def test_without_it_the_loss_is_refused_on_every_rank(kind: str) -> None:
+    def refused(rank: int) -> str:
+        with pytest.raises(UnsupportedError) as caught:
+            trace(rank, lambda: Pairs(kind), ROWS, PP2)
+        return str(caught.value)
+
+    for message in run_ranks(2, refused):
+        assert all(word in message for word in ("compares samples", "whole_batch_loss=True", "loss_weight")), message
