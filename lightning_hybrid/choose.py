@@ -14,10 +14,19 @@ from lightning_hybrid.archive import choose_degrees, detect_hardware, fingerprin
 from lightning_hybrid.errors import ArchiveError, ConfigurationError, UnsupportedError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.pipeline.blocks import list_blocks
-from lightning_hybrid.pipeline.schedule import ScheduleSpec
+from lightning_hybrid.pipeline.schedule import ScheduleSpec, find_schedule
+from lightning_hybrid.pipeline.schedule_file import parse_schedule
 from lightning_hybrid.tensor_parallel.plan import build_tp_plan
 
-__all__ = ["Choice", "can_run", "check_counts", "check_run", "choose_from_archive", "choose_stages_per_rank"]
+__all__ = [
+    "Choice",
+    "archived_schedule",
+    "can_run",
+    "check_counts",
+    "check_run",
+    "choose_from_archive",
+    "choose_stages_per_rank",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +71,17 @@ def choose_from_archive(
     return result
 
 
+def archived_schedule(settings: Mapping[str, Any]) -> ScheduleSpec:
+    """Return the schedule that an entry's settings name; a user's own is made from the table that the entry keeps."""
+    text = settings["options"].get("schedule_table")
+    return find_schedule(settings["schedule"]) if text is None else parse_schedule(settings["schedule"], text)
+
+
 def can_run(layout: Layout, module: Any, tp_plan: Any, blocks: Any, spec: ScheduleSpec) -> bool:
     """Whether the module's heads and blocks allow these degrees."""
     try:
         build_tp_plan(module, tp_plan, layout.tensor_parallel_size)
-        num_stages = layout.pipeline_parallel_size * spec.stages_per_rank
+        num_stages = spec.num_stages(layout.pipeline_parallel_size, spec.stages_per_rank)
         return layout.pipeline_parallel_size == 1 or len(list_blocks(module, blocks)) >= num_stages
     except ConfigurationError:
         return False
@@ -83,6 +98,11 @@ def choose_stages_per_rank(spec: ScheduleSpec, stages_per_rank: Any) -> int:
     """Return the number of (virtual) stages of each pipeline rank."""
     if stages_per_rank == "auto":
         return spec.stages_per_rank
+    if spec.sizes is not None:
+        raise ConfigurationError(
+            f'stages_per_rank={stages_per_rank}: the table of schedule="{spec.name}" says which stages each rank runs;'
+            ' use stages_per_rank="auto".'
+        )
     if stages_per_rank != spec.stages_per_rank and not spec.multiple_stages:
         raise ConfigurationError(
             f'stages_per_rank={stages_per_rank}: schedule="{spec.name}" has {spec.stages_per_rank};'
@@ -96,9 +116,11 @@ def check_run(
 ) -> None:
     """Refuse combinations that cannot be equal to one process, before anything is built."""
     pipeline = layout.pipeline_parallel_size
+    if spec.sizes is not None and num_microbatches == "auto":
+        num_microbatches = spec.sizes.num_microbatches
+    if num_microbatches != "auto" and (pipeline > 1 or spec.sizes is not None):
+        spec.table(pipeline, num_microbatches, stages_per_rank)
     if pipeline > 1:
-        if num_microbatches != "auto":
-            spec.table(pipeline, num_microbatches, stages_per_rank)
         if module is not None and not module.automatic_optimization:
             raise UnsupportedError(
                 "Manual optimization calls backward inside of training_step, which a pipeline schedule cannot cut."

@@ -34,6 +34,7 @@ def describe_run(strategy: Any, part: Any, pipeline: Any) -> dict[str, Any]:
         "tensor_parallel_size": layout.tensor_parallel_size,
         "pipeline_parallel_size": layout.pipeline_parallel_size,
         "schedule": strategy.schedule,
+        "schedule_table": strategy._spec.text if layout.pipeline_parallel_size > 1 else None,
         "num_microbatches": strategy.num_microbatches,
         "num_stages": strategy.num_stages,
         "stages_per_rank": strategy._stages_per_rank,

@@ -139,7 +139,7 @@ def parallelize(
     if layout.pipeline_parallel_size > 1:
         cut = Cut(module, list_blocks(module, blocks))
         facts = first_step.probe(cut)
-        num_stages = layout.pipeline_parallel_size * stages_per_rank
+        num_stages = spec.num_stages(layout.pipeline_parallel_size, stages_per_rank)
         stages = map_stages(module, cut, facts, num_stages)
         mine = spec.stages_of_rank(schedule_rank, layout.pipeline_parallel_size, stages_per_rank)
     keys = StateKeys.of(module, lambda name: stages is None or stages.owner_of(name) in mine)

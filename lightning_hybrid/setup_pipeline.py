@@ -72,7 +72,7 @@ class PipelineSetup:
         spec, num_ranks = strategy._spec, strategy.layout.pipeline_parallel_size
         group = strategy.device_mesh["pipeline_parallel"].get_group()
         ranks = dist.get_process_group_ranks(group)
-        by_schedule = ranks if spec.v_shaped else ranks[::-1]
+        by_schedule = [ranks[spec.rank_at(rank, num_ranks, strategy._stages_per_rank)] for rank in range(num_ranks)]
         mine = spec.stages_of_rank(strategy.schedule_rank, num_ranks, strategy._stages_per_rank)
         rank = PipelineRank(
             cut=part.cut,
@@ -173,8 +173,8 @@ class PipelineSetup:
     def _choose_num_microbatches(self, batch: Any) -> int:
         strategy = self._strategy
         pipeline = strategy.layout.pipeline_parallel_size
-        chosen = strategy._num_microbatches
-        num: int = chosen if isinstance(chosen, int) else 2 * pipeline
+        chosen, sizes = strategy._num_microbatches, strategy._spec.sizes
+        num: int = chosen if isinstance(chosen, int) else sizes.num_microbatches if sizes else 2 * pipeline
         if batch is not None and (size := batch_size_of(batch)) < num and chosen == "auto":
             num = max(pipeline, size - size % pipeline)
         strategy._spec.table(pipeline, num, strategy._stages_per_rank)  # refuses what the schedule cannot run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -24,6 +25,7 @@ from typing_extensions import override
 from lightning_hybrid.checkpoint.hooks import CheckpointHooks
 from lightning_hybrid.choose import (
     Choice,
+    archived_schedule,
     can_run,
     check_counts,
     check_run,
@@ -39,7 +41,7 @@ from lightning_hybrid.layout import Coordinate, Layout, resolve_layout
 from lightning_hybrid.mesh import axis_group, build_mesh
 from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value
 from lightning_hybrid.parallelize import parallelize
-from lightning_hybrid.pipeline.schedule import ScheduleSpec, Table, find_schedule
+from lightning_hybrid.pipeline.schedule import Table, find_schedule
 from lightning_hybrid.pipeline.timeline import Mark
 from lightning_hybrid.randomness import StepRandomness, derive_seed, same_random_state
 from lightning_hybrid.setup_pipeline import PipelineSetup
@@ -64,7 +66,9 @@ class Hybrid3DStrategy(CheckpointHooks):
         num_microbatches: Pieces into which each rank's batch is cut for the pipeline; ``"auto"`` is twice the number
             of pipeline ranks.
         schedule: torch's name of a pipeline schedule, such as ``"GPipe"``, ``"1F1B"`` or ``"Interleaved1F1B"``;
-            ``"auto"`` is 1F1B.
+            ``"auto"`` is 1F1B. Or the path of a table of your own in torch's CSV form (``"my_schedule.csv"``, see
+            :mod:`lightning_hybrid.pipeline.schedule_file`), which also says the number of pipeline ranks, stages and
+            micro-batches.
         stages_per_rank: Virtual stages of each pipeline rank, for schedules that have them; ``"auto"`` is 2 for those.
         blocks: FQN(s) of the list(s) of blocks to cut along, if they are not found by themselves.
         unbatched: Names of the batch's tensors that have no row per sample, for batches where shapes do not tell
@@ -92,7 +96,7 @@ class Hybrid3DStrategy(CheckpointHooks):
         pipeline_parallel_size: Degree = "auto",
         replicate_size: Degree = 1,
         num_microbatches: Degree = "auto",
-        schedule: str = "auto",
+        schedule: str | os.PathLike[str] = "auto",
         stages_per_rank: Degree = "auto",
         blocks: str | list[str] | None = None,
         unbatched: list[str] | None = None,
@@ -127,7 +131,9 @@ class Hybrid3DStrategy(CheckpointHooks):
             raise ConfigurationError(f'start_method={start_method!r} is unknown; use one of "popen", "fork", "spawn".')
         schedule = "GPipe" if whole_batch_loss and schedule == "auto" else schedule
         self._schedule_argument, self._whole_batch_loss = schedule, whole_batch_loss
-        self._schedule_name = find_schedule("1F1B" if schedule == "auto" else schedule).name
+        self._spec = find_schedule("1F1B" if schedule == "auto" else schedule)
+        if self._spec.sizes is not None and pipeline_parallel_size == "auto":
+            self._degrees["pipeline_parallel_size"] = self._spec.sizes.num_ranks
         if whole_batch_loss and not self._spec.forwards_first:
             raise ConfigurationError(
                 f'whole_batch_loss=True needs all forwards before the first backward, but schedule="{self._spec.name}"'
@@ -164,7 +170,7 @@ class Hybrid3DStrategy(CheckpointHooks):
 
     @property
     def schedule(self) -> str:
-        """torch's name of the schedule, ``"none"`` without a pipeline."""
+        """torch's name of the schedule, or the file's; ``"none"`` without a pipeline."""
         return self._spec.name if self.layout.pipeline_parallel_size > 1 else "none"
 
     @property
@@ -173,14 +179,10 @@ class Hybrid3DStrategy(CheckpointHooks):
         return self._tp_plan
 
     @property
-    def _spec(self) -> ScheduleSpec:
-        return find_schedule(self._schedule_name)
-
-    @property
     def num_stages(self) -> int:
         """Number of pipeline stages, virtual ones included."""
         pipeline = self.layout.pipeline_parallel_size
-        return pipeline * self._stages_per_rank if pipeline > 1 else 1
+        return self._spec.num_stages(pipeline, self._stages_per_rank) if pipeline > 1 else 1
 
     @property
     def num_microbatches(self) -> int:
@@ -192,8 +194,8 @@ class Hybrid3DStrategy(CheckpointHooks):
     @property
     def schedule_rank(self) -> int:
         """This rank's place in the schedule. Global rank 0 has the last stage, where the loss and the logging are."""
-        last = self.layout.pipeline_parallel_size - 1
-        return self.coordinate.pipeline if self._spec.v_shaped else last - self.coordinate.pipeline
+        pipeline = self.layout.pipeline_parallel_size
+        return self._spec.rank_at(self.coordinate.pipeline, pipeline, self._stages_per_rank)
 
     @property
     def marks(self) -> list[Mark]:
@@ -261,6 +263,10 @@ class Hybrid3DStrategy(CheckpointHooks):
         device = self.root_device if self.root_device.type != "cpu" else None
         assert self.cluster_environment is not None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
+        if self._spec.sizes is not None:  # the file that global rank 0 read counts
+            self._spec, self._stages_per_rank, self._degrees = self.broadcast(
+                (self._spec, self._stages_per_rank, self._degrees)
+            )
         self._layout = self._choose_layout()
         check_run(
             self._layout,
@@ -298,11 +304,12 @@ class Hybrid3DStrategy(CheckpointHooks):
         self.started_from = choice.entry_id
         if choice.layout.pipeline_parallel_size == 1:
             return
-        if self._schedule_argument == "auto":
-            self._schedule_name = choice.settings["schedule"]
+        num_microbatches = choice.settings["num_microbatches"]
+        if self._schedule_argument == "auto" and self._num_microbatches in ("auto", num_microbatches):
+            self._spec = archived_schedule(choice.settings)
             self._stages_per_rank = choice.settings["options"].get("stages_per_rank", self._spec.stages_per_rank)
         if self._num_microbatches == "auto":
-            self._num_microbatches = choice.settings["num_microbatches"]
+            self._num_microbatches = num_microbatches
 
     @contextmanager
     @override

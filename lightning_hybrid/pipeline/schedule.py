@@ -2,19 +2,22 @@
 
 To add a schedule, add a :class:`ScheduleSpec` to :data:`SCHEDULES` whose ``build`` returns a :data:`Table`.
 The orders of the schedules with virtual stages are torch's own, read through
-:mod:`lightning_hybrid.pipeline.torch_schedules`.
+:mod:`lightning_hybrid.pipeline.torch_schedules`; a user's own come from a file
+(:mod:`lightning_hybrid.pipeline.schedule_file`).
 """
 
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from lightning_hybrid.errors import ConfigurationError
 
-__all__ = ["SCHEDULES", "Action", "Kind", "ScheduleSpec", "Table", "find_schedule"]
+__all__ = ["SCHEDULES", "Action", "Kind", "ScheduleSpec", "Sizes", "Table", "find_schedule"]
 
 
 class Kind(str, enum.Enum):
@@ -41,35 +44,75 @@ class Action(NamedTuple):
 Table = dict[int, list[Action]]
 
 
+class Sizes(NamedTuple):
+    """How large a table is."""
+
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+
+
+def in_rounds(stage: int, num_ranks: int) -> int:
+    """Place stages on ranks 0, 1, ..., and again from 0."""
+    return stage % num_ranks
+
+
+def down_and_up(stage: int, num_ranks: int) -> int:
+    """Place stages on ranks 0, 1, ..., and back again: rank 0 holds the first and the last of two laps."""
+    lap, place = divmod(stage, num_ranks)
+    return num_ranks - 1 - place if lap % 2 else place
+
+
+def _no_problem(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> str | None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """What one schedule needs, and how its order is made."""
+    """What one schedule needs, and how its order is made. Pickles."""
 
     name: str
-    """torch's name of the schedule."""
+    """torch's name of the schedule, or a file's."""
     build: Callable[[int, int, int], Table]
     """``(num_ranks, num_microbatches, stages_per_rank) -> Table``."""
     stages_per_rank: int = 1
     """Stages that each rank runs unless the user says otherwise (more than 1: virtual stages)."""
     multiple_stages: bool = False
     """Whether ``stages_per_rank`` may be chosen."""
-    v_shaped: bool = False
-    """Whether stages are placed down and up again (rank 0 holds the first and the last) instead of in rounds."""
+    placement: Callable[[int, int], int] = in_rounds
+    """``(stage, num_ranks)`` -> the schedule rank that runs the stage."""
     splits_backward: bool = False
     """Whether gradients of inputs and of weights are separate actions (zero-bubble schedules)."""
     forwards_first: bool = False
     """Whether all forwards come before the first backward."""
-    problem: Callable[[int, int, int], str | None] = lambda num_ranks, num_microbatches, stages_per_rank: None
-    """Says what is wrong with a combination of sizes, and the remedy, or ``None``."""
+    problem: Callable[[int, int, int], str | None] = _no_problem
+    """Says what is wrong with ``(num_ranks, num_microbatches, stages_per_rank)``, and the remedy, or ``None``."""
+    sizes: Sizes | None = None
+    """The only sizes that it runs, where the order was written out and not made."""
+    text: str | None = None
+    """The file that the order was read from."""
+
+    def num_stages(self, num_ranks: int, stages_per_rank: int) -> int:
+        """Return the number of stages over all ranks."""
+        return num_ranks * stages_per_rank if self.sizes is None else self.sizes.num_stages
 
     def rank_of_stage(self, stage: int, num_ranks: int) -> int:
         """Return the schedule rank that runs ``stage``."""
-        lap, place = divmod(stage, num_ranks)
-        return num_ranks - 1 - place if self.v_shaped and lap % 2 else place
+        return self.placement(stage, num_ranks)
 
     def stages_of_rank(self, rank: int, num_ranks: int, stages_per_rank: int) -> list[int]:
         """Return the stages that a schedule rank runs, in ascending order."""
-        return [s for s in range(num_ranks * stages_per_rank) if self.rank_of_stage(s, num_ranks) == rank]
+        stages = range(self.num_stages(num_ranks, stages_per_rank))
+        return [stage for stage in stages if self.rank_of_stage(stage, num_ranks) == rank]
+
+    def rank_at(self, coordinate: int, num_ranks: int, stages_per_rank: int) -> int:
+        """Return the schedule rank at a pipeline coordinate, and the coordinate of a schedule rank: its own inverse.
+
+        Coordinate 0, where global rank 0 stands, has the last stage: the loss and the logging are there. The others
+        follow so that neighbours in the schedule stay neighbours on the mesh.
+        """
+        last = self.rank_of_stage(self.num_stages(num_ranks, stages_per_rank) - 1, num_ranks)
+        return (last - coordinate) % num_ranks if last else coordinate
 
     def table(self, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Table:
         """Return the order of actions of every rank.
@@ -152,15 +195,10 @@ def _one_forward_one_backward(num_ranks: int, num_microbatches: int, stages_per_
     return table
 
 
-def _torch_order(name: str) -> Callable[[int, int, int], Table]:
-    def build(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Table:
-        from lightning_hybrid.pipeline import (
-            torch_schedules,  # the adapter imports torch.distributed; this module must not
-        )
+def _torch_order(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Table:
+    from lightning_hybrid.pipeline import torch_schedules  # it imports torch.distributed; this module must not
 
-        return torch_schedules.read_order(name, num_ranks, num_microbatches, stages_per_rank)
-
-    return build
+    return torch_schedules.read_order(name, num_ranks, num_microbatches, stages_per_rank)
 
 
 #: Every schedule by its lower-case name.
@@ -171,21 +209,21 @@ SCHEDULES: dict[str, ScheduleSpec] = {
         ScheduleSpec(name="1F1B", build=_one_forward_one_backward, problem=_at_least_ranks),
         ScheduleSpec(
             name="Interleaved1F1B",
-            build=_torch_order("Interleaved1F1B"),
+            build=partial(_torch_order, "Interleaved1F1B"),
             stages_per_rank=2,
             multiple_stages=True,
             problem=_whole_rounds,
         ),
         ScheduleSpec(
             name="LoopedBFS",
-            build=_torch_order("LoopedBFS"),
+            build=partial(_torch_order, "LoopedBFS"),
             stages_per_rank=2,
             multiple_stages=True,
             forwards_first=True,
         ),
         ScheduleSpec(
             name="InterleavedZeroBubble",
-            build=_torch_order("InterleavedZeroBubble"),
+            build=partial(_torch_order, "InterleavedZeroBubble"),
             stages_per_rank=2,
             multiple_stages=True,
             splits_backward=True,
@@ -193,16 +231,16 @@ SCHEDULES: dict[str, ScheduleSpec] = {
         ),
         ScheduleSpec(
             name="ZBVZeroBubble",
-            build=_torch_order("ZBVZeroBubble"),
+            build=partial(_torch_order, "ZBVZeroBubble"),
             stages_per_rank=2,
-            v_shaped=True,
+            placement=down_and_up,
             splits_backward=True,
         ),
         ScheduleSpec(
             name="DualPipeV",
-            build=_torch_order("DualPipeV"),
+            build=partial(_torch_order, "DualPipeV"),
             stages_per_rank=2,
-            v_shaped=True,
+            placement=down_and_up,
             splits_backward=True,
             problem=_at_least_stages,
         ),
@@ -210,13 +248,19 @@ SCHEDULES: dict[str, ScheduleSpec] = {
 }
 
 
-def find_schedule(name: str) -> ScheduleSpec:
-    """Return the schedule of that name, whatever its case.
+def find_schedule(name: str | os.PathLike[str]) -> ScheduleSpec:
+    """Return the schedule of that name, whatever its case, or the one in a file ``*.csv``.
 
     Raises:
-        ConfigurationError: if there is none; the message lists those that there are.
+        ConfigurationError: if there is none, with a list of those that there are, or if the file cannot be run.
     """
+    if isinstance(name, os.PathLike) or (isinstance(name, str) and name.lower().endswith(".csv")):
+        from lightning_hybrid.pipeline.schedule_file import read_schedule  # which builds on this module
+
+        return read_schedule(name)
     if not isinstance(name, str) or name.lower() not in SCHEDULES:
         known = ", ".join(f'"{spec.name}"' for spec in SCHEDULES.values())
-        raise ConfigurationError(f"schedule={name!r} is unknown; use one of {known}.")
+        raise ConfigurationError(
+            f"schedule={name!r} is unknown; use one of {known}, or the path of a table in torch's CSV form (*.csv)."
+        )
     return SCHEDULES[name.lower()]

@@ -1,4 +1,7 @@
-"""Models as people bring them, tiny: each entry makes an ordinary LightningModule and its rows."""
+"""Models as people bring them, tiny: each entry makes an ordinary LightningModule and its rows.
+
+The number of blocks is 4 unless said otherwise; in an encoder and a decoder together.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +69,16 @@ def labelled_rows(shape: tuple[int, ...], num_classes: int = 5) -> list[dict[str
     return [{"x": a, "y": b} for a, b in zip(x, y, strict=True)]
 
 
-def hugging_face(name: str, **options: Any) -> Callable[[], L.LightningModule]:
+def hugging_face(name: str, **options: Any) -> Callable[..., L.LightningModule]:
     """A causal language model of that configuration class, or another head given as ``head``."""
 
-    def make() -> L.LightningModule:
+    def make(num_blocks: int = 4) -> L.LightningModule:
         import transformers
 
         given = dict(options)
+        numbers = {"num_hidden_layers": num_blocks, "n_layer": num_blocks}
+        numbers |= {"num_layers": num_blocks // 2, "num_decoder_layers": num_blocks // 2}
+        given |= {key: number for key, number in numbers.items() if key in given}
         head = given.pop("head", "AutoModelForCausalLM")
         config = getattr(transformers, name)(**given)
         model = getattr(transformers, head).from_config(config)
@@ -100,11 +106,11 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 class Encoder(nn.Module):
     """``nn.TransformerEncoder`` between an embedding and a head, with a padding mask."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 16)
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, num_blocks, enable_nested_tensor=False)
         self.head = nn.Linear(16, VOCABULARY)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -142,13 +148,13 @@ class NanoBlock(nn.Module):
 class NanoGPT(nn.Module):
     """Parts in a ModuleDict; the head uses the embedding's weight without a module of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 4) -> None:
         super().__init__()
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(VOCABULARY, 16),
                 "wpe": nn.Embedding(LENGTH, 16),
-                "h": nn.ModuleList(NanoBlock() for _ in range(4)),
+                "h": nn.ModuleList(NanoBlock() for _ in range(num_blocks)),
                 "ln_f": nn.LayerNorm(16),
             }
         )
@@ -171,12 +177,12 @@ class LitNano(Lit):
 class ViT(nn.Module):
     """A learned position parameter and a class token, held by the model itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 4) -> None:
         super().__init__()
         self.patch = nn.Conv2d(3, 16, 4, stride=4)
         self.cls_token = nn.Parameter(torch.randn(1, 1, 16) * 0.02)
         self.positions = nn.Parameter(torch.randn(1, 5, 16) * 0.02)
-        layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(4)]
+        layers = (nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(num_blocks))
         self.layers = nn.ModuleList(layers)
         self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 5)
 
@@ -199,10 +205,10 @@ class ConvBlock(nn.Module):
 
 
 class ConvNet(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 4) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.blocks = nn.Sequential(*(ConvBlock() for _ in range(4)))
+        self.blocks = nn.Sequential(*(ConvBlock() for _ in range(num_blocks)))
         self.head = nn.Linear(8, 5)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -210,10 +216,10 @@ class ConvNet(nn.Module):
         return out
 
 
-def mlp() -> nn.Module:
+def mlp(num_blocks: int = 4) -> nn.Module:
     return nn.Sequential(
         nn.Flatten(),
-        *(layer for _ in range(4) for layer in (nn.Linear(12, 12), nn.Tanh())),
+        *(layer for _ in range(num_blocks) for layer in (nn.Linear(12, 12), nn.Tanh())),
         nn.Linear(12, 5),
     )
 
@@ -221,12 +227,14 @@ def mlp() -> nn.Module:
 class TwoLists(nn.Module):
     """Two lists of blocks of different width in a row, with a projection between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 4) -> None:
         super().__init__()
         self.embed = nn.Linear(12, 8)
         self.narrow = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(3))
         self.project = nn.Linear(8, 16)
-        self.wide = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(4))
+        self.wide = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(num_blocks)
+        )
         self.head = nn.Linear(16, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -254,15 +262,16 @@ class Adapted(nn.Module):
         return out
 
 
-def adapted(adapted_blocks: tuple[int, ...], embedding: bool = False) -> Callable[[], L.LightningModule]:
-    """A frozen GPT whose blocks of these indices have adapters; ``embedding``: only the embedding trains."""
+def adapted(what: str) -> Callable[..., L.LightningModule]:
+    """A frozen GPT whose ``"first"`` or ``"last"`` half of the blocks has adapters, or whose ``"embedding"`` trains."""
 
-    def make() -> L.LightningModule:
-        model = NanoGPT().requires_grad_(False)
+    def make(num_blocks: int = 4) -> L.LightningModule:
+        model = NanoGPT(num_blocks).requires_grad_(False)
         parts: Any = model.transformer
-        for index in adapted_blocks:
-            parts["h"][index].c_attn = Adapted(parts["h"][index].c_attn)
-        if embedding:
+        half = num_blocks // 2
+        for block in {"first": parts["h"][:half], "last": parts["h"][half:], "embedding": []}[what]:
+            block.c_attn = Adapted(block.c_attn)
+        if what == "embedding":
             parts["wpe"].requires_grad_(True)
         return LitNano(model)
 
@@ -271,11 +280,12 @@ def adapted(adapted_blocks: tuple[int, ...], embedding: bool = False) -> Callabl
 
 @dataclass(frozen=True)
 class Entry:
-    make: Callable[[], L.LightningModule]
+    make: Callable[..., L.LightningModule]
+    """``make(num_blocks=4)``"""
     rows: Callable[[], Any]
 
 
-def checkpointed() -> L.LightningModule:
+def checkpointed(num_blocks: int = 4) -> L.LightningModule:
     """Blocks called through torch's own activation checkpointing."""
     from torch.utils.checkpoint import checkpoint
 
@@ -288,7 +298,7 @@ def checkpointed() -> L.LightningModule:
             out: Tensor = parts["ln_f"](x) @ parts["wte"].weight.T
             return out
 
-    return LitNano(Model())
+    return LitNano(Model(num_blocks))
 
 
 ZOO: dict[str, Entry] = {
@@ -355,14 +365,14 @@ ZOO: dict[str, Entry] = {
         ),
         text_rows,
     ),
-    "transformer_encoder": Entry(lambda: LitEncoder(Encoder()), text_rows),
-    "nanogpt": Entry(lambda: LitNano(NanoGPT()), text_rows),
+    "transformer_encoder": Entry(lambda num_blocks=4: LitEncoder(Encoder(num_blocks)), text_rows),
+    "nanogpt": Entry(lambda num_blocks=4: LitNano(NanoGPT(num_blocks)), text_rows),
     "nanogpt_checkpointed": Entry(checkpointed, text_rows),
-    "vit": Entry(lambda: Classifier(ViT()), lambda: labelled_rows((3, 8, 8))),
-    "convnet": Entry(lambda: Classifier(ConvNet()), lambda: labelled_rows((3, 8, 8))),
-    "mlp": Entry(lambda: Classifier(mlp()), lambda: labelled_rows((12,))),
-    "two_lists": Entry(lambda: Classifier(TwoLists()), lambda: labelled_rows((12,))),
-    "adapters_last": Entry(adapted((2, 3)), text_rows),
-    "adapters_first": Entry(adapted((0, 1)), text_rows),
-    "embedding_only": Entry(adapted((), embedding=True), text_rows),
+    "vit": Entry(lambda num_blocks=4: Classifier(ViT(num_blocks)), lambda: labelled_rows((3, 8, 8))),
+    "convnet": Entry(lambda num_blocks=4: Classifier(ConvNet(num_blocks)), lambda: labelled_rows((3, 8, 8))),
+    "mlp": Entry(lambda num_blocks=4: Classifier(mlp(num_blocks)), lambda: labelled_rows((12,))),
+    "two_lists": Entry(lambda num_blocks=4: Classifier(TwoLists(num_blocks)), lambda: labelled_rows((12,))),
+    "adapters_last": Entry(adapted("last"), text_rows),
+    "adapters_first": Entry(adapted("first"), text_rows),
+    "embedding_only": Entry(adapted("embedding"), text_rows),
 }
