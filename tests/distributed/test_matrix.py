@@ -88,7 +88,10 @@ def test_every_model_at_two_and_four_stages(name: str) -> None:
 
 MODELS: dict[str, dict[str, str] | None] = {
     "gemma3": None,
-    "t5": {"model.*.DenseReluDense.wi": "colwise", "model.*.DenseReluDense.wo": "rowwise"},
+    "t5": {
+        "model.*.block.*.layer.*.DenseReluDense.wi": "colwise",
+        "model.*.block.*.layer.*.DenseReluDense.wo": "rowwise",
+    },
     "llama": None,
 }
 """Names of the zoo, and their tensor plans where Hugging Face has none."""
