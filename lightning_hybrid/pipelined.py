@@ -114,12 +114,12 @@ class PipelinedStep:
         self._replay(message)
         return self._with_loss(message["output"], self._ledger.loss(message["loss"]))
 
-    def evaluate(self, name: str, batch: Any, *rest: Any) -> Any:
+    def evaluate(self, name: str, batch: Any, *rest: Any, quiet: bool = False) -> Any:
         """Run ``validation_step``, ``test_step`` or ``predict_step`` forward only.
 
         The batch goes through in one piece: without gradients its memory is small, and whatever the step computes over
         the batch is then exactly what one process computes. Every stage returns what the step returns; tensors with a
-        dimension only on the last stage, except for predictions.
+        dimension only on the last stage, except for predictions. ``quiet``: what it logs is dropped.
         """
         self._checksum = checksum(batch)
         recorder = LogRecorder()
@@ -137,7 +137,7 @@ class PipelinedStep:
         self._rank.run(table[self._rank.rank], inputs)
         message = self._received()
         self._rank.flush()
-        if name != "predict_step":
+        if name != "predict_step" and not quiet:
             self._replay(message)
         return message["output"]
 

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_hybrid.checkpoint.hooks import CheckpointHooks
 from lightning_hybrid.choose import (
     Choice,
     archived_schedule,
@@ -36,6 +35,7 @@ from lightning_hybrid.clock import Clock
 from lightning_hybrid.data import make_peekable, same_worker_seeds
 from lightning_hybrid.describe import describe_run, layout_table
 from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.evaluation import EvaluationHooks, refuse_too_few_samples
 from lightning_hybrid.launchers import HybridMultiProcessingLauncher
 from lightning_hybrid.layout import Coordinate, Layout, resolve_layout
 from lightning_hybrid.mesh import axis_group, build_mesh
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 Degree = int | Literal["auto"]
 
 
-class Hybrid3DStrategy(CheckpointHooks):
+class Hybrid3DStrategy(EvaluationHooks):
     """Data x tensor x pipeline parallelism with FSDP2 sharding for an unmodified LightningModule.
 
     Args:
@@ -149,8 +149,7 @@ class Hybrid3DStrategy(CheckpointHooks):
         self._pipeline: PipelineSetup | None = None
         self._random: StepRandomness | None = None
         self._clock = Clock(torch.device("cpu"))
-        self._new_window, self._failed = True, False
-        self._seed = 0
+        self._new_window, self._failed, self._seed = True, False, 0
         self.started_from: str | None = None
         self.num_nodes = 1
 
@@ -327,6 +326,8 @@ class Hybrid3DStrategy(CheckpointHooks):
         self.precision_plugin.convert_module(self.lightning_module)
         if self.layout.data_parallel_size == 1:  # all ranks read the user's own sampler, in one order
             trainer._accelerator_connector.use_distributed_sampler = False
+        elif trainer.state.fn == TrainerFn.PREDICTING:
+            refuse_too_few_samples(trainer.predict_loop._data_source.instance, self.layout.data_parallel_size)
         self._synchronise_randomness()
         if self._part is None or self._module_of_part is not self.lightning_module:
             self._parallelize(trainer)
@@ -417,6 +418,7 @@ class Hybrid3DStrategy(CheckpointHooks):
         if self._new_window:
             self._clock.clear()
             self._new_window = False
+        self._check_even_training()
         with self.precision_plugin.train_step_context(), self._step_randomness():
             if self._pipeline is not None:
                 return self._pipeline.step.train(*args, **kwargs)
@@ -424,24 +426,10 @@ class Hybrid3DStrategy(CheckpointHooks):
                 return self._inside("training_step", *args, **kwargs)
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._evaluate("validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._evaluate("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._evaluate("predict_step", *args, **kwargs)
-
-    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _run_step(self, name: str, *args: Any, quiet: bool = False, **kwargs: Any) -> Any:
         with self._step_randomness():
             if self._pipeline is not None:
-                output = self._pipeline.step.evaluate(name, *args, **kwargs)
+                output = self._pipeline.step.evaluate(name, *args, quiet=quiet, **kwargs)
             else:
                 output = self._inside(name, *args, **kwargs)
         reshard(self._root)  # no backward comes that would do it
