@@ -8,14 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.structure import leaves_of
 
 __all__ = [
     "check_same_batch",
     "checksum",
+    "first_batch_size",
     "make_peekable",
     "peek_first_batch",
     "same_worker_seeds",
@@ -143,6 +144,14 @@ class _WorkerInit:
         self._function(worker_id, self._data_rank)
 
 
+def first_batch_size(loader: Any) -> int | None:
+    """Return how many samples a loader's first batch has, if its batch size and the number of samples are known."""
+    try:
+        return min(int(loader.batch_size), len(loader.sampler))
+    except (AttributeError, TypeError):
+        return None
+
+
 def uses_default_collate(loader: Any) -> bool:
     """Whether batches are samples stacked by torch's default function, so that every tensor has a row per sample."""
     return getattr(loader, "collate_fn", None) is default_collate
@@ -153,7 +162,7 @@ def checksum(batch: Any) -> tuple[Any, ...]:
 
     Tensors on a device tell their shapes only: to read a sum would stop the host until the device has caught up.
     """
-    tensors = [leaf.detach() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = [leaf.detach() for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
     return tuple((tuple(t.shape), float(t.double().sum()) if t.device.type == "cpu" else None) for t in tensors)
 
 

@@ -1,37 +1,55 @@
 """A batch, cut into micro-batches along its samples.
 
 [Note: which tensors have a row per sample]
-The batch size is the first dimension of the batch's first tensor. A tensor has a row per sample if its first dimension
-is the batch size; any other tensor, number, string or ``None`` is the same in every micro-batch. That can be a
-coincidence: an 8 x 8 bias in a batch of 8. Where the batch size is also the size of a later dimension (sequences as
-long as the batch is large), nothing in the shapes says which is which. Then what earlier batches have shown decides, or
-that the loader uses torch's default collate function, which only ever stacks samples; else the batch is refused, and
-the user says which tensors are not cut: ``Hybrid3DStrategy(unbatched=["rel_bias"])`` (an empty list: none).
+The batch size is the first dimension of the batch's first tensor. A tensor (or numpy array) has a row per sample if its
+first dimension is the batch size; any other one, numbers, strings and ``None`` are the same in every micro-batch. That
+can be a coincidence: an 8 x 8 bias in a batch of 8. Where the batch size is also the size of a later dimension
+(sequences as long as the batch is large), nothing in the shapes says which is which. Certain are then the first tensor,
+the names that Hugging Face's models give a meaning, what earlier batches have shown, and any batch of torch's default
+collate function, which only ever stacks samples; else the batch is refused, and the user says which tensors are not
+cut: ``Hybrid3DStrategy(unbatched=["rel_bias"])`` (an empty list: none).
+
+Samples of different sizes may come as lists with one entry for each: of tensors, or of dicts of them, all of one kind.
+Then the batch size is the number of entries. Such lists are told from lists of a batch's fields (inputs, targets) by
+their first dimensions, which differ, while no tensor outside of them contradicts.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
+from lightning_hybrid.structure import leaves_of, map_leaves, open_node
 
 __all__ = ["BatchSplitter", "batch_size_of", "split_sizes"]
 
+#: What Hugging Face's models take with a row per sample, whatever its shape.
+_ROWS_BY_NAME = frozenset(
+    f"{prefix}{name}"
+    for prefix in ("", "decoder_")
+    for name in ("input_ids", "attention_mask", "token_type_ids", "labels", "inputs_embeds", "position_ids")
+) | {"pixel_values", "special_tokens_mask"}
+
 
 def batch_size_of(batch: Any) -> int:
-    """Return the number of samples: the first dimension of the first tensor that has one.
+    """Return the number of samples: the length of lists of samples, else the first dimension of the first tensor.
 
     Raises:
         ConfigurationError: if the batch has no such tensor.
+        UnsupportedError: if the first tensor is a packed, nested or sparse one.
     """
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return int(leaf.shape[0])
+    if size := _num_listed_samples(batch):
+        return size
+    arrays = [leaf for leaf in leaves_of(batch) if _has_dimensions(leaf)]
+    for leaf in [*(leaf for leaf in arrays if isinstance(leaf, Tensor)), *arrays]:
+        return int(leaf.shape[0])
     raise ConfigurationError(
         f"The batch ({type(batch).__name__}) holds no tensor with a batch dimension, so it cannot be cut into"
         " micro-batches. Use pipeline_parallel_size=1, or return tensors from the dataset."
@@ -57,11 +75,12 @@ class BatchSplitter:
     def split(self, batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
         """Cut a batch into at most ``num_microbatches`` pieces. Returns pairs of a piece and its number of samples.
 
-        Lists of as many entries as there are samples that hold no tensors (names, texts) are cut as tensors are.
+        Lists of as many entries as there are samples (names, texts, tensors of different sizes) are cut as tensors are.
 
         Raises:
             ConfigurationError: if it cannot be told which tensors have a row per sample.
-            UnsupportedError: for offsets into a packed batch.
+            UnsupportedError: for what cannot be cut: offsets into a packed batch, packed, nested and sparse tensors,
+                objects of other kinds that hold tensors.
         """
         return self.cut(batch, split_sizes(batch_size_of(batch), num_microbatches))
 
@@ -72,41 +91,114 @@ class BatchSplitter:
         ends = [0, *itertools.accumulate(sizes)]
 
         def piece(first: int, last: int) -> Any:
-            def cut(path: Any, leaf: Any) -> Any:
-                return leaf[first:last] if rows[_name(path)] else leaf
+            def cut(name: str, leaf: Any) -> Any:
+                return leaf[first:last] if rows[name] else leaf
 
-            return tree_map_with_path(cut, batch, is_leaf=lambda node: _is_list_of_samples(node, size))
+            return map_leaves(cut, batch, lambda node: _is_list_of_samples(node, size))
 
         return [(piece(first, last), last - first) for first, last in itertools.pairwise(ends)]
 
+    def check_first(self, batch: Any, num_samples: int | None) -> None:
+        """Refuse a first batch whose samples, ``num_samples`` by the loader, lie along a later dimension.
+
+        Raises:
+            ConfigurationError: for time-major batches; the message names the tensor.
+        """
+        size = batch_size_of(batch)
+        if num_samples in (None, 1, size) or self._unbatched is not None:
+            return
+        for name, tensor in _named_leaves(batch, size).items():
+            if _has_dimensions(tensor) and tensor.shape[0] == size and num_samples in tensor.shape[1:]:
+                raise ConfigurationError(
+                    f"The loader's batch size is {num_samples}, but {name or 'the batch'} has shape"
+                    f" {tuple(tensor.shape)}, whose first dimension would be cut into micro-batches. Put the samples"
+                    " first in the batch and turn it in training_step, say by unbatched=[] that the first dimension is"
+                    " the samples', or use pipeline_parallel_size=1."
+                )
+
     def _find_rows(self, batch: Any, size: int) -> dict[str, bool]:
-        leaves: dict[str, Any] = {}
-
-        def note(path: Any, leaf: Any) -> Any:
-            leaves[_name(path)] = leaf
-
-        tree_map_with_path(note, batch, is_leaf=lambda node: _is_list_of_samples(node, size))
-        tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.dim() > 0}
+        leaves = _named_leaves(batch, size)
+        tensors = {name: leaf for name, leaf in leaves.items() if _has_dimensions(leaf)}
         _refuse_offsets(tensors, size)
+        for name, leaf in leaves.items():
+            _refuse_opaque(name, leaf)
         ambiguous = None if self._only_stacks else _coincidence(tensors, size)
         rows = {}
         for name, leaf in leaves.items():
-            if not isinstance(leaf, Tensor):
-                rows[name] = _is_list_of_samples(leaf, size)
-            elif name not in tensors or leaf.shape[0] != size:
+            said = None if self._unbatched is None else {name, name.split(".")[-1]}.isdisjoint(self._unbatched)
+            if name not in tensors:
+                rows[name] = _is_list_of_samples(leaf, size) and said is not False
+            elif leaf.shape[0] != size:
                 rows[name] = False
-            elif self._unbatched is not None:
-                rows[name] = name not in self._unbatched and name.split(".")[-1] not in self._unbatched
-            elif ambiguous is not None and name not in self._has_rows:
-                raise ConfigurationError(_unclear(tensors, size, ambiguous))
+            elif said is not None:
+                rows[name] = said
+            elif ambiguous is None or name == next(iter(tensors)) or name.split(".")[-1] in _ROWS_BY_NAME:
+                rows[name] = True
+            elif name in self._has_rows:
+                rows[name] = self._has_rows[name]
             else:
-                rows[name] = self._has_rows[name] if ambiguous is not None else True
+                raise ConfigurationError(_unclear(tensors, size, ambiguous))
         if ambiguous is None:
             self._has_rows.update({name: rows[name] for name in tensors})
         return rows
 
 
-def _coincidence(tensors: dict[str, Tensor], size: int) -> str | None:
+def _named_leaves(batch: Any, size: int) -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    map_leaves(leaves.__setitem__, batch, lambda node: _is_list_of_samples(node, size))
+    return leaves
+
+
+def _has_dimensions(leaf: Any) -> bool:
+    """Whether a leaf is a tensor or array that could have a row per sample."""
+    return isinstance(leaf, (Tensor, numpy.ndarray)) and leaf.ndim > 0
+
+
+def _num_listed_samples(batch: Any) -> int | None:
+    """The number of samples, if the batch holds lists of them; see the module's note."""
+    inside: dict[int, set[int]] = {}
+    outside: set[int] = set()
+
+    def note(name: str, leaf: Any) -> None:
+        if _is_alike(leaf):
+            inside.setdefault(len(leaf), set()).update(t.shape[0] for t in leaves_of(leaf) if _has_dimensions(t))
+        elif _has_dimensions(leaf):
+            outside.add(int(leaf.shape[0]))
+
+    map_leaves(note, batch, _is_alike)
+    for length, first_dims in inside.items():
+        if len(first_dims) > 1 and (length in outside or not outside):
+            return length
+    return None
+
+
+def _is_alike(node: Any) -> bool:
+    """Whether a list's entries could be samples: all have tensors, of the same names, dtypes and ranks."""
+    if not isinstance(node, (list, tuple)) or hasattr(node, "_fields") or len(node) < 2 or any(map(_is_alike, node)):
+        return False
+    kinds = set()
+    for entry in node:
+        looks: list[Any] = []
+        map_leaves(lambda name, leaf, looks=looks: looks.append((name, _kind(leaf))), entry)  # type: ignore[misc]
+        kinds.add((type(entry), tuple(looks)))
+    return len(kinds) == 1 and any(_has_dimensions(leaf) for leaf in leaves_of(node[0]))
+
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.dtype, leaf.ndim) if isinstance(leaf, (Tensor, numpy.ndarray)) else type(leaf)
+
+
+def _is_list_of_samples(node: Any, size: int) -> bool:
+    """Whether a list has an entry per sample: none of them with tensors, or all of one kind and not fields."""
+    if not isinstance(node, (list, tuple)) or hasattr(node, "_fields") or len(node) != size or size < 1:
+        return False
+    dims = {int(leaf.shape[0]) for leaf in leaves_of(node) if _has_dimensions(leaf)}
+    if not any(isinstance(leaf, (Tensor, numpy.ndarray)) for leaf in leaves_of(node)):
+        return isinstance(node, list)
+    return dims != {size} and _is_alike(node)
+
+
+def _coincidence(tensors: Mapping[str, Any], size: int) -> str | None:
     """The name of a tensor that has the batch size as a later dimension too."""
     for name, tensor in tensors.items():
         if size > 1 and size in tensor.shape[1:]:
@@ -114,7 +206,7 @@ def _coincidence(tensors: dict[str, Tensor], size: int) -> str | None:
     return None
 
 
-def _unclear(tensors: dict[str, Tensor], size: int, name: str) -> str:
+def _unclear(tensors: Mapping[str, Any], size: int, name: str) -> str:
     candidates = [other for other, tensor in tensors.items() if tensor.shape[0] == size]
     return (
         f"The batch size {size} is also the size of another dimension ({name or 'the batch'} has shape"
@@ -124,12 +216,13 @@ def _unclear(tensors: dict[str, Tensor], size: int, name: str) -> str:
     )
 
 
-def _refuse_offsets(tensors: dict[str, Tensor], size: int) -> None:
+def _refuse_offsets(tensors: Mapping[str, Any], size: int) -> None:
     """Offsets into a packed batch speak of the whole batch; cut or not, they would be wrong."""
     sizes = {tensor.shape[0] for tensor in tensors.values()} | {size}
-    for name, tensor in tensors.items():
-        if tensor.dim() != 1 or tensor.is_floating_point() or tensor.numel() < 2 or tensor.numel() == size:
+    for name, array in tensors.items():
+        if array.ndim != 1 or array.shape[0] in (1, size) or not _is_integer(array):
             continue
+        tensor = torch.as_tensor(array)
         first, last = int(tensor[0]), int(tensor[-1])
         is_sorted = bool((tensor[1:] >= tensor[:-1]).all())
         if first == 0 and is_sorted and (tensor.numel() == size + 1 or last in sizes):
@@ -140,11 +233,35 @@ def _refuse_offsets(tensors: dict[str, Tensor], size: int) -> None:
             )
 
 
-def _is_list_of_samples(node: Any, size: int) -> bool:
-    is_list = isinstance(node, list) and len(node) == size and size > 0
-    return is_list and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(node))
+def _is_integer(array: Any) -> bool:
+    if isinstance(array, Tensor):
+        return not (array.is_floating_point() or array.is_complex())
+    return bool(numpy.issubdtype(array.dtype, numpy.integer))
 
 
-def _name(path: Any) -> str:
-    """A leaf's place in the batch, as people write it: ``mask``, ``1.mask``."""
-    return keystr(path).replace("['", ".").replace("']", "").replace("[", ".").replace("]", "").strip(".")
+def _refuse_opaque(name: str, leaf: Any) -> None:
+    """Refuse what holds tensors in a way that cannot be cut."""
+    if isinstance(leaf, Tensor):
+        if leaf.layout == torch.strided and not leaf.is_nested:
+            return
+        what = f"a {'nested' if leaf.is_nested else str(leaf.layout).removeprefix('torch.')} tensor"
+    elif isinstance(leaf, PackedSequence):
+        what = "a PackedSequence"
+    elif open_node(leaf) is None and not isinstance(leaf, numpy.ndarray) and _holds_tensors(leaf):
+        what = f"a {type(leaf).__name__} that holds tensors"
+    else:
+        return
+    raise UnsupportedError(
+        f"{name or 'The batch'} is {what}, which cannot be cut into micro-batches. Return plain tensors in dicts,"
+        " lists, tuples or dataclasses from the collate function, or use pipeline_parallel_size=1."
+    )
+
+
+def _holds_tensors(node: Any, depth: int = 3) -> bool:
+    if isinstance(node, (Tensor, numpy.ndarray)):
+        return True
+    if depth == 0 or isinstance(node, (type, nn.Module)):
+        return False
+    opened = open_node(node)
+    entries = opened[1] if opened is not None else list(getattr(node, "__dict__", {}).values())
+    return any(_holds_tensors(entry, depth - 1) for entry in entries)

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_unflatten
 
 from lightning_hybrid.clock import Clock
-from lightning_hybrid.data import check_same_batch, peek_first_batch, uses_default_collate
+from lightning_hybrid.data import check_same_batch, first_batch_size, peek_first_batch, uses_default_collate
 from lightning_hybrid.errors import ConfigurationError, HybridError, PipelineError, UnsupportedError
 from lightning_hybrid.mesh import pipeline_subgroup
 from lightning_hybrid.microbatches import BatchSplitter, batch_size_of
@@ -43,6 +43,7 @@ class PipelineSetup:
         self._tied_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._first: tuple[str, Any, tuple[Any, ...]] | None = None
         self._splitter = BatchSplitter(strategy._unbatched)
+        self._num_samples: int | None = None
         self.num_microbatches = 1
 
     def record(self, blocks: list[str]) -> dict[str, Any]:
@@ -131,6 +132,8 @@ class PipelineSetup:
                 batch = self._trainer.precision_plugin.convert_input(batch)
             for axis, what in (("pipeline_parallel", "pipeline stages"), ("tensor_parallel", "tensor ranks")):
                 check_same_batch(batch, self._strategy.device_mesh[axis].get_group(), what)
+            if name == "training_step":
+                self._splitter.check_first(batch, self._num_samples)
             self._first = name, batch, rest
         return self._first
 
@@ -163,6 +166,7 @@ class PipelineSetup:
         if name == "training_step":
             stacks = all(uses_default_collate(loader) for loader in combined.flattened)
             self._splitter = BatchSplitter(self._strategy._unbatched, only_stacks=stacks)
+            self._num_samples = first_batch_size(combined.flattened[0]) if len(combined.flattened) == 1 else None
             firsts = [peek_first_batch(loader) for loader in combined.flattened]
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
             return name, tree_unflatten(firsts, combined._spec), (0,) if takes_index else ()

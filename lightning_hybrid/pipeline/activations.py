@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid.pipeline.channels import Channels
+from lightning_hybrid.structure import leaves_of
 
 __all__ = ["Activations", "look_of"]
 
@@ -28,7 +28,7 @@ _MOST_LOOKS = 1024
 
 def look_of(values: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     """Return the shapes and dtypes of the tensors among ``values``."""
-    return tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return tuple((leaf.shape, leaf.dtype) for leaf in leaves_of(values) if isinstance(leaf, Tensor))
 
 
 class Activations:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from lightning_hybrid.microbatches import BatchSplitter, batch_size_of, split_sizes
@@ -74,3 +78,99 @@ def test_offsets_are_refused_by_name(batch: Any) -> None:
 def test_a_batch_without_samples_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="no tensor with a batch dimension"):
         batch_size_of({"a": 1, "b": torch.tensor(1.0)})
+
+
+class Pair(NamedTuple):
+    ids: Tensor
+    lengths: numpy.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    pair: Pair
+    names: list[str]
+    scale: float = 2.0
+    note: str | None = None
+
+
+class Opaque:
+    def __init__(self) -> None:
+        self.inner = {"ids": torch.zeros(4)}
+
+
+def test_any_structure_is_cut_and_keeps_its_type() -> None:
+    pair = Pair(torch.arange(4), numpy.arange(4) * 2)
+    batch = {"sample": Sample(pair, list("abcd")), "user": UserDict(x=torch.ones(4, 2)), "zero": torch.tensor(1)}
+    (_, _), (second, size) = BatchSplitter().split(batch, 2)
+    assert size == 2 and type(second["sample"]) is Sample and type(second["sample"].pair) is Pair
+    assert second["sample"].pair.ids.tolist() == [2, 3]
+    assert second["sample"].pair.lengths.tolist() == [4, 6]
+    assert second["sample"].names == ["c", "d"] and second["sample"].scale == 2.0
+    assert type(second["user"]) is UserDict and second["user"]["x"].shape == (2, 2)
+    assert batch["user"]["x"].shape == (4, 2) and len(pair.ids) == 4
+
+
+def test_batch_encodings() -> None:
+    encoding = pytest.importorskip("transformers").BatchEncoding({"input_ids": torch.arange(12).view(4, 3)})
+    (_, _), (second, _) = BatchSplitter().split(encoding, 2)
+    assert type(second) is type(encoding)
+    assert second.input_ids.tolist() == [[6, 7, 8], [9, 10, 11]]
+    assert dict(**second).keys() == {"input_ids"}
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_of_samples_of_different_sizes(kind: Any) -> None:
+    images = kind(torch.full((3, 4, 4), float(i)) for i in range(4))
+    targets = kind({"boxes": torch.zeros(1 + i % 2, 4), "name": str(i)} for i in range(4))
+    for batch in ((images, targets), {"images": images, "targets": targets, "y": torch.arange(4)}):
+        assert batch_size_of(batch) == 4
+        (second, size) = BatchSplitter().split(batch, 2)[1]
+        first, other, *_ = second.values() if isinstance(second, dict) else second
+        assert size == 2 and [int(image[0, 0, 0]) for image in first] == [2, 3]
+        assert [target["name"] for target in other] == ["2", "3"]
+    alone = [torch.zeros(5), torch.ones(7), torch.ones(2)]
+    assert [len(part) for part, _ in BatchSplitter().split(alone, 2)] == [2, 1]
+
+
+def test_lists_of_fields_are_no_lists_of_samples() -> None:
+    fields = [torch.zeros(4, 3), torch.zeros(4, 1)]
+    assert batch_size_of(fields) == 4
+    assert [x.shape[0] for x in BatchSplitter().split(fields, 2)[0][0]] == [2, 2]
+    levels = {"x": torch.zeros(4, 3), "anchors": [torch.zeros(9, 2), torch.zeros(5, 2)]}
+    assert [len(x) for x in BatchSplitter().split(levels, 2)[0][0]["anchors"]] == [9, 5]
+    levels["x"] = torch.zeros(2, 3)
+    assert len(BatchSplitter().split(levels, 2)[0][0]["anchors"]) == 1
+    assert len(BatchSplitter(["anchors"]).split(levels, 2)[0][0]["anchors"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.nn.utils.rnn.pack_sequence([torch.zeros(3), torch.zeros(2)]), "more is a PackedSequence"),
+        (torch.eye(4).to_sparse(), "more is a sparse_coo tensor"),
+        (Opaque(), "more is a Opaque that holds tensors"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(value: Any, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        BatchSplitter().split({"x": torch.zeros(4, 2), "more": value}, 2)
+
+
+def test_names_of_hugging_face_are_certain() -> None:
+    batch = {"input_ids": torch.zeros(4, 4), "attention_mask": torch.ones(4, 4), "labels": torch.zeros(4, 4)}
+    (part, _), _ = BatchSplitter().split(batch, 2)
+    assert {tensor.shape for tensor in part.values()} == {(2, 4)}
+    with pytest.raises(ConfigurationError, match="unbatched"):
+        BatchSplitter().split({**batch, "bias": torch.zeros(4, 4)}, 2)
+    (alone, _), _ = BatchSplitter().split(torch.zeros(4, 4), 2)
+    assert alone.shape == (2, 4)
+
+
+def test_time_major_batches_are_refused_by_name() -> None:
+    batch = {"x": torch.zeros(12, 8, 3), "y": torch.zeros(8)}
+    with pytest.raises(ConfigurationError, match=r"batch size is 8, but x has shape \(12, 8, 3\)"):
+        BatchSplitter().check_first(batch, 8)
+    BatchSplitter().check_first(batch, None)
+    BatchSplitter([]).check_first(batch, 8)
+    BatchSplitter().check_first({"x": torch.zeros(8, 12)}, 8)
+    BatchSplitter().check_first({"x": torch.zeros(16, 12)}, 8)  # two views of each sample

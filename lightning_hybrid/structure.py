@@ -1,0 +1,68 @@
+"""What batches are made of: mappings, sequences, named tuples and dataclasses, of any depth."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+__all__ = ["leaves_of", "map_leaves", "open_node"]
+
+Rebuild = Callable[[list[Any]], Any]
+
+
+def open_node(node: Any) -> tuple[list[str], list[Any], Rebuild] | None:
+    """Return the names of a node's entries, the entries, and what makes such a node of others; ``None`` for a leaf."""
+    if isinstance(node, Mapping):
+        return [str(key) for key in node], list(node.values()), lambda values: _mapping_like(node, values)
+    if isinstance(node, (torch.Size, PackedSequence)):
+        return None
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return list(node._fields), list(node), lambda values: type(node)(*values)
+    if isinstance(node, (list, tuple, deque)):
+        return [str(i) for i in range(len(node))], list(node), lambda values: type(node)(values)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+        return names, [getattr(node, name) for name in names], lambda values: _dataclass_like(node, names, values)
+    return None
+
+
+def map_leaves(
+    function: Callable[[str, Any], Any], node: Any, is_leaf: Callable[[Any], bool] = lambda node: False, name: str = ""
+) -> Any:
+    """Return ``node`` with ``function(name, leaf)`` in the place of each leaf; names are like ``"1.mask"``."""
+    opened = None if is_leaf(node) else open_node(node)
+    if opened is None:
+        return function(name, node)
+    names, entries, rebuild = opened
+    inner = [f"{name}.{key}" if name else key for key in names]
+    return rebuild([map_leaves(function, e, is_leaf, n) for n, e in zip(inner, entries, strict=True)])
+
+
+def leaves_of(node: Any) -> list[Any]:
+    """Return all leaves in order."""
+    opened = open_node(node)
+    return [node] if opened is None else [leaf for entry in opened[1] for leaf in leaves_of(entry)]
+
+
+def _mapping_like(node: Any, values: list[Any]) -> Any:
+    if type(node) is dict:
+        return dict(zip(node, values, strict=True))
+    new = copy.copy(node)  # what else it holds stays
+    if "_encodings" in getattr(new, "__dict__", {}):  # BatchEncoding's, one per sample of the whole batch
+        new._encodings = None
+    for key, value in zip(list(node), values, strict=True):
+        new[key] = value
+    return new
+
+
+def _dataclass_like(node: Any, names: list[str], values: list[Any]) -> Any:
+    new = copy.copy(node)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(new, name, value)  # frozen ones too
+    return new
