@@ -22,6 +22,7 @@ from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.materialize import MetaWeights, check_same_meta, on_meta
 from lightning_hybrid.mesh import data_mesh
+from lightning_hybrid.per_block import ActivationCheckpointing, apply_per_block
 from lightning_hybrid.pipeline.blocks import find_block_lists, list_blocks
 from lightning_hybrid.pipeline.partition import partition_blocks
 from lightning_hybrid.pipeline.probe import StepFacts
@@ -107,6 +108,8 @@ def parallelize(
     blocks: str | list[str] | None,
     tp_plan: Mapping[str, Any] | None,
     reshard_after_forward: bool | None,
+    activation_checkpointing: ActivationCheckpointing,
+    compile: bool | Mapping[str, Any],
     first_step: FirstStep,
     seed: int,
     given: Collection[str] = (),
@@ -152,10 +155,12 @@ def parallelize(
         module, mesh["tensor_parallel"], plan, only=lambda name: bool(module.get_submodule(name)._parameters)
     )
     module.to(device)
+    units = [module.get_submodule(n) for n in (stages.blocks if stages is not None else _units(module, blocks))]
+    held = [unit for unit in units if any(True for _ in unit.parameters())]
+    apply_per_block(held, activation_checkpointing=activation_checkpointing, compile=compile)
     if (shard_mesh := data_mesh(mesh)) is not None:
-        names = list(stages.blocks) if stages is not None else _units(module, blocks)
         reshard = layout.pipeline_parallel_size == 1 if reshard_after_forward is None else reshard_after_forward
-        root = apply_sharding(module, [module.get_submodule(name) for name in names], shard_mesh, reshard=reshard)
+        root = apply_sharding(module, units, shard_mesh, reshard=reshard)
     return Part(plan=plan, cut=cut, facts=facts, stages=stages, root=root, keys=keys)
 
 

@@ -41,6 +41,7 @@ from lightning_hybrid.layout import Coordinate, Layout, resolve_layout
 from lightning_hybrid.mesh import axis_group, build_mesh
 from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value
 from lightning_hybrid.parallelize import parallelize
+from lightning_hybrid.per_block import ActivationCheckpointing, check_per_block, check_split_backward
 from lightning_hybrid.pipeline.schedule import Table, find_schedule
 from lightning_hybrid.pipeline.timeline import Mark
 from lightning_hybrid.randomness import StepRandomness, derive_seed, same_random_state
@@ -80,6 +81,9 @@ class Hybrid3DStrategy(EvaluationHooks):
             bring their own.
         reshard_after_forward: Whether a block's gathered parameters are freed after its forward; by default without
             a pipeline only.
+        activation_checkpointing: What blocks keep for the backward: ``"none"`` (everything), ``"full"`` (only their
+            arguments), ``"selective"`` (results of matrix products and attention too), or a list of operations to keep.
+        compile: Whether blocks are compiled one by one; or the arguments of ``torch.compile``.
         archive: Folder or fsspec URL of run entries; a run without any degrees starts from the best one that fits.
         start_method: How Lightning starts the processes: ``"popen"`` (the script again), ``"fork"``, ``"spawn"``.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by the device if ``None``.
@@ -103,6 +107,8 @@ class Hybrid3DStrategy(EvaluationHooks):
         whole_batch_loss: bool = False,
         tp_plan: Mapping[str, Any] | None = None,
         reshard_after_forward: bool | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        compile: bool | Mapping[str, Any] = False,
         archive: str | None = "archive",
         start_method: Literal["popen", "fork", "spawn"] = "popen",
         process_group_backend: str | None = None,
@@ -143,6 +149,8 @@ class Hybrid3DStrategy(EvaluationHooks):
         self._stages_per_rank = choose_stages_per_rank(self._spec, stages_per_rank)
         self._blocks, self._tp_plan, self._reshard = blocks, tp_plan, reshard_after_forward
         self._unbatched = unbatched
+        check_per_block(activation_checkpointing, compile)
+        self._per_block: dict[str, Any] = {"activation_checkpointing": activation_checkpointing, "compile": compile}
         self._archive, self._start_method = archive, start_method
         self._process_group_backend, self._timeout = process_group_backend, timeout
         self._layout: Layout | None = None
@@ -275,6 +283,8 @@ class Hybrid3DStrategy(EvaluationHooks):
             self.lightning_module,
             self.precision_plugin,
         )
+        if self._layout.pipeline_parallel_size > 1 and self._spec.splits_backward:
+            check_split_backward(self._spec.name, **self._per_block)
         self._mesh = build_mesh(self._layout, self.root_device.type)
         self._clock = Clock(self.root_device)
         assert self.lightning_module is not None
@@ -352,6 +362,7 @@ class Hybrid3DStrategy(EvaluationHooks):
             blocks=self._blocks,
             tp_plan=self._tp_plan,
             reshard_after_forward=self._reshard,
+            **self._per_block,
             first_step=setup,
             seed=self._seed,
             given=self._waiting_state[0].keys() if self._waiting_state is not None else (),
@@ -398,7 +409,8 @@ class Hybrid3DStrategy(EvaluationHooks):
         if self._root is not None:  # sharded parameters move by their own rules
             self._root.to(self.root_device)
         assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
+        if any(t.device != self.root_device for t in self.lightning_module.state_dict().values()):
+            self.lightning_module.to(self.root_device)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -496,7 +508,11 @@ class Hybrid3DStrategy(EvaluationHooks):
         if self._failed:  # a half-run step leaves gathered parameters; moving them would bury the first error
             return
         reshard(self._root)
+        module = self._lightning_module
+        if self._per_block["compile"] is not False:
+            self._lightning_module = None  # compiled code refers to its parameters: they stay where they are
         super().teardown()
+        self._lightning_module = module
 
     @classmethod
     @override
