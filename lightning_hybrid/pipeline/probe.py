@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import Metric
@@ -55,7 +56,7 @@ class Labels(TorchDispatchMode):
         self._drawn: dict[int, int] = {}
         """The memory of what is made from random numbers, and the first segment in which they were drawn."""
         self._of: dict[int, set[_Label]] = {}
-        self._alive: list[Any] = []  # labelled memory is kept, so that no address is used again
+        self._handles: dict[int, Any] = {}  # while there is one, an address is not used again
 
     def of(self, values: Iterable[Any]) -> set[_Label]:
         """Return the labels of all tensors among ``values``."""
@@ -63,9 +64,10 @@ class Labels(TorchDispatchMode):
 
     def add(self, tensor: Tensor, labels: Iterable[_Label]) -> None:
         """Label a tensor's memory."""
-        address, memory = _memory(tensor)
+        address, storage = _memory(tensor)
         self._of.setdefault(address, set()).update(labels)
-        self._alive.append(memory)
+        if address not in self._handles:  # a weak one: large models have no room for all values of a step
+            self._handles[address] = storage if isinstance(storage, Tensor) else StorageWeakRef(storage)
 
     def drawn_in(self, values: Iterable[Any]) -> int | None:
         """Return the first segment in which random numbers were drawn that tensors among ``values`` are made from."""
@@ -105,12 +107,25 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _memory(tensor: Tensor) -> tuple[int, Any]:
-    """Return the address of a tensor's memory and what keeps it."""
+    """Return the address of a tensor's memory, and the storage; a tensor without one stands for itself."""
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse and the like: no memory that could be shared
         return id(tensor), tensor
     return storage._cdata, storage
+
+
+class _Made(torch.autograd.Function):
+    """Makes a tensor require a gradient without being a leaf, which user code could not change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +267,7 @@ class Probe:
             made = tensor.detach().clone()
             if made.is_floating_point() or made.is_complex():
                 with torch.enable_grad():
-                    made = made.requires_grad_().clone()  # not a leaf: user code may change it in place
+                    made = _Made.apply(torch.zeros((), requires_grad=True), made)  # type: ignore[no-untyped-call]
             self.labels.add(made, [_Label(self._segment, name)])
             return made
 
