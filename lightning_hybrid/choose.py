@@ -71,10 +71,14 @@ def choose_from_archive(
     return result
 
 
-def archived_schedule(settings: Mapping[str, Any]) -> ScheduleSpec:
-    """Return the schedule that an entry's settings name; a user's own is made from the table that the entry keeps."""
-    text = settings["options"].get("schedule_table")
-    return find_schedule(settings["schedule"]) if text is None else parse_schedule(settings["schedule"], text)
+def archived_schedule(settings: Mapping[str, Any]) -> tuple[ScheduleSpec, int]:
+    """Return the schedule that an entry's settings name, and the stages of each rank.
+
+    A user's own schedule is made from the table that the entry keeps.
+    """
+    name, text = settings["schedule"], settings["options"].get("schedule_table")
+    spec = find_schedule(name) if text is None else parse_schedule(name, text)
+    return spec, settings["options"].get("stages_per_rank", spec.stages_per_rank)
 
 
 def can_run(layout: Layout, module: Any, tp_plan: Any, blocks: Any, spec: ScheduleSpec) -> bool:

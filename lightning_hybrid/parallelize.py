@@ -25,8 +25,8 @@ from lightning_hybrid.mesh import data_mesh
 from lightning_hybrid.per_block import ActivationCheckpointing, apply_per_block
 from lightning_hybrid.pipeline.blocks import find_block_lists, list_blocks
 from lightning_hybrid.pipeline.partition import partition_blocks
+from lightning_hybrid.pipeline.predict import chain_of
 from lightning_hybrid.pipeline.probe import StepFacts
-from lightning_hybrid.pipeline.schedule import ScheduleSpec
 from lightning_hybrid.pipeline.stage import Cut
 from lightning_hybrid.sharding import ShardedRoot, apply_sharding
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
@@ -41,6 +41,9 @@ class FirstStep(Protocol):
 
     def probe(self, cut: Cut) -> StepFacts:
         """Run it on holes."""
+
+    def choose_stages(self) -> tuple[int, list[int]]:
+        """After the probe: settle the schedule; return the number of stages, and those of this rank."""
 
     def record(self, blocks: list[str]) -> Mapping[str, Any]:
         """Run it for real up to the blocks; return the arguments of one block of each kind."""
@@ -102,9 +105,6 @@ def parallelize(
     layout: Layout,
     mesh: DeviceMesh,
     device: torch.device,
-    spec: ScheduleSpec,
-    stages_per_rank: int,
-    schedule_rank: int,
     blocks: str | list[str] | None,
     tp_plan: Mapping[str, Any] | None,
     reshard_after_forward: bool | None,
@@ -142,9 +142,8 @@ def parallelize(
     if layout.pipeline_parallel_size > 1:
         cut = Cut(module, list_blocks(module, blocks))
         facts = first_step.probe(cut)
-        num_stages = spec.num_stages(layout.pipeline_parallel_size, stages_per_rank)
+        num_stages, mine = first_step.choose_stages()
         stages = map_stages(module, cut, facts, num_stages)
-        mine = spec.stages_of_rank(schedule_rank, layout.pipeline_parallel_size, stages_per_rank)
     keys = StateKeys.of(module, lambda name: stages is None or stages.owner_of(name) in mine)
     if cut is not None and stages is not None:
         cut.hold(stages.parameters_of(mine))
@@ -178,9 +177,8 @@ def synchronise(module: nn.Module, device: torch.device) -> None:
 
 def map_stages(module: nn.Module, cut: Cut, facts: StepFacts, num_stages: int) -> StageMap:
     """Decide which stage holds which blocks and parameters. Pure; the same on all ranks."""
-    before, after = facts.flops_outside[0], facts.flops_outside[-1]
-    costs = [flops + outside for flops, outside in zip(facts.flops, facts.flops_outside[1:], strict=True)]
-    costs[-1] -= after
+    chain = chain_of(facts)
+    costs, before, after = list(chain.blocks), chain.before, chain.after
     if not any(costs):  # nothing that is counted as arithmetic: go by parameters
         costs = [float(sum(p.numel() for p in module.get_submodule(name).parameters())) for name in facts.blocks]
     ranges = partition_blocks(costs, num_stages, before=before, after=after)

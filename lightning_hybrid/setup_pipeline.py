@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Parameter
 from torch.utils._pytree import tree_unflatten
 
+from lightning_hybrid.auto_schedule import choose_schedule
 from lightning_hybrid.clock import Clock
 from lightning_hybrid.data import check_same_batch, first_batch_size, peek_first_batch, uses_default_collate
 from lightning_hybrid.errors import ConfigurationError, HybridError, PipelineError, UnsupportedError
@@ -58,13 +60,37 @@ class PipelineSetup:
 
     def probe(self, cut: Cut) -> StepFacts:
         """Learn the structure from the first batch of whatever the Trainer is about to run."""
-        self._cut = cut
+        strategy, self._cut = self._strategy, cut
         name, batch, rest = self._first_batch()
         self.num_microbatches = self._choose_num_microbatches(batch if name == "training_step" else None)
         cuts = name == "training_step" and not self._strategy._whole_batch_loss
         part = self._splitter.split(batch, self.num_microbatches)[0][0] if cuts else batch
         self._facts[name] = self._probe(name, part, rest)
+        if name == "training_step" and strategy.chooses_schedule:
+            self._choose_schedule(self._facts[name], lambda: self._module.training_step(part, *rest))
         return self._facts[name]
+
+    def choose_stages(self) -> tuple[int, list[int]]:
+        """Return the number of stages, and those of this rank."""
+        strategy = self._strategy
+        num_ranks, per_rank = strategy.layout.pipeline_parallel_size, strategy._stages_per_rank
+        return strategy.num_stages, strategy._spec.stages_of_rank(strategy.schedule_rank, num_ranks, per_rank)
+
+    def _choose_schedule(self, facts: StepFacts, step: Callable[[], Any]) -> None:
+        """Give the strategy the schedule that should be fastest. A collective over the world."""
+        assert self._cut is not None
+        untouched = {inner for block in self._cut.blocks() for inner in block.modules()}
+        with quiet_step(self._module, self._trainer, untouched):
+            choice = choose_schedule(
+                self._strategy,
+                self._cut,
+                facts,
+                step,
+                num_microbatches=self.num_microbatches,
+                size_per_data_rank=batch_size_of(self._first_batch()[1]),
+            )
+        self._strategy.take_schedule(choice.spec, choice.stages_per_rank, choice.entry_id)
+        rank_zero_info(f"lightning_hybrid: schedule {choice.reason}")
 
     def finish(self, part: Part, clock: Clock) -> None:
         """Put the pipelined step together. A collective over the world."""
@@ -74,15 +100,15 @@ class PipelineSetup:
         group = strategy.device_mesh["pipeline_parallel"].get_group()
         ranks = dist.get_process_group_ranks(group)
         by_schedule = [ranks[spec.rank_at(rank, num_ranks, strategy._stages_per_rank)] for rank in range(num_ranks)]
-        mine = spec.stages_of_rank(strategy.schedule_rank, num_ranks, strategy._stages_per_rank)
+        num_stages, mine = self.choose_stages()
         rank = PipelineRank(
             cut=part.cut,
             spec=spec,
             rank=strategy.schedule_rank,
             num_ranks=num_ranks,
             stages={stage: stages.ranges[stage] for stage in mine},
-            num_stages=strategy.num_stages,
-            channels=Channels(group, by_schedule, strategy.num_stages, self._groups_of_boundaries(group, by_schedule)),
+            num_stages=num_stages,
+            channels=Channels(group, by_schedule, num_stages, self._groups_of_boundaries(group, by_schedule)),
             device=strategy.root_device,
             clock=clock,
             inside=lambda function: call_inside(part.root, function),

@@ -41,8 +41,13 @@ from lightning_hybrid.layout import Coordinate, Layout, resolve_layout
 from lightning_hybrid.mesh import axis_group, build_mesh
 from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value
 from lightning_hybrid.parallelize import parallelize
-from lightning_hybrid.per_block import ActivationCheckpointing, check_per_block, check_split_backward
-from lightning_hybrid.pipeline.schedule import Table, find_schedule
+from lightning_hybrid.per_block import (
+    ActivationCheckpointing,
+    can_split_backward,
+    check_per_block,
+    check_split_backward,
+)
+from lightning_hybrid.pipeline.schedule import ScheduleSpec, Table, find_schedule
 from lightning_hybrid.pipeline.timeline import Mark
 from lightning_hybrid.randomness import StepRandomness, derive_seed, same_random_state
 from lightning_hybrid.setup_pipeline import PipelineSetup
@@ -67,9 +72,10 @@ class Hybrid3DStrategy(EvaluationHooks):
         num_microbatches: Pieces into which each rank's batch is cut for the pipeline; ``"auto"`` is twice the number
             of pipeline ranks.
         schedule: torch's name of a pipeline schedule, such as ``"GPipe"``, ``"1F1B"`` or ``"Interleaved1F1B"``;
-            ``"auto"`` is 1F1B. Or the path of a table of your own in torch's CSV form (``"my_schedule.csv"``, see
-            :mod:`lightning_hybrid.pipeline.schedule_file`), which also says the number of pipeline ranks, stages and
-            micro-batches.
+            ``"auto"`` is the fastest that the archive measured for this model and these degrees, or that is predicted
+            (see :mod:`lightning_hybrid.auto_schedule`). Or the path of a table of your own in torch's CSV form
+            (``"my_schedule.csv"``, see :mod:`lightning_hybrid.pipeline.schedule_file`), which also says the number of
+            pipeline ranks, stages and micro-batches.
         stages_per_rank: Virtual stages of each pipeline rank, for schedules that have them; ``"auto"`` is 2 for those.
         blocks: FQN(s) of the list(s) of blocks to cut along, if they are not found by themselves.
         unbatched: Names of the batch's tensors that have no row per sample, for batches where shapes do not tell
@@ -136,7 +142,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         if start_method not in ("popen", "fork", "spawn"):
             raise ConfigurationError(f'start_method={start_method!r} is unknown; use one of "popen", "fork", "spawn".')
         schedule = "GPipe" if whole_batch_loss and schedule == "auto" else schedule
-        self._schedule_argument, self._whole_batch_loss = schedule, whole_batch_loss
+        self.chooses_schedule, self._whole_batch_loss = schedule == "auto", whole_batch_loss
         self._spec = find_schedule("1F1B" if schedule == "auto" else schedule)
         if self._spec.sizes is not None and pipeline_parallel_size == "auto":
             self._degrees["pipeline_parallel_size"] = self._spec.sizes.num_ranks
@@ -309,14 +315,27 @@ class Hybrid3DStrategy(EvaluationHooks):
                 return choice.layout
         return self._layout or resolve_layout(num_devices, **self._degrees)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a schedule may run the gradients of inputs and of weights apart."""
+        return can_split_backward(**self._per_block)
+
+    def take_schedule(self, spec: ScheduleSpec, stages_per_rank: int, entry_id: str | None) -> None:
+        """Run this schedule, which an archive entry may have measured; called before anything is cut."""
+        self._spec, self._stages_per_rank = spec, stages_per_rank
+        self.started_from = self.started_from or entry_id
+
     def _take_settings(self, choice: Choice) -> None:
         self.started_from = choice.entry_id
         if choice.layout.pipeline_parallel_size == 1:
             return
         num_microbatches = choice.settings["num_microbatches"]
-        if self._schedule_argument == "auto" and self._num_microbatches in ("auto", num_microbatches):
-            self._spec = archived_schedule(choice.settings)
-            self._stages_per_rank = choice.settings["options"].get("stages_per_rank", self._spec.stages_per_rank)
+        spec, per_rank = archived_schedule(choice.settings)
+        fits = self._num_microbatches in ("auto", num_microbatches) and (
+            self.splits_backward or not spec.splits_backward
+        )
+        if self.chooses_schedule and fits:
+            self._spec, self._stages_per_rank, self.chooses_schedule = spec, per_rank, False
         if self._num_microbatches == "auto":
             self._num_microbatches = num_microbatches
 
@@ -356,9 +375,6 @@ class Hybrid3DStrategy(EvaluationHooks):
             layout=layout,
             mesh=self.device_mesh,
             device=self.root_device,
-            spec=self._spec,
-            stages_per_rank=self._stages_per_rank,
-            schedule_rank=self.schedule_rank,
             blocks=self._blocks,
             tp_plan=self._tp_plan,
             reshard_after_forward=self._reshard,

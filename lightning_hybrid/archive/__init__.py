@@ -21,7 +21,7 @@ from lightning_hybrid.archive.entry import (
     fingerprint_module,
     fingerprint_parameters,
 )
-from lightning_hybrid.archive.match import Match, best_entry, failed_degrees, find_baseline
+from lightning_hybrid.archive.match import Match, best_entry, failed_degrees, fastest_schedule, find_baseline
 from lightning_hybrid.archive.store import Archive
 from lightning_hybrid.archive.surroundings import detect_hardware, detect_software
 from lightning_hybrid.layout import Layout
@@ -41,6 +41,7 @@ __all__ = [
     "detect_hardware",
     "detect_software",
     "failed_degrees",
+    "fastest_schedule",
     "find_baseline",
     "fingerprint_module",
     "fingerprint_parameters",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_hybrid.archive.entry import Batch, Entry, Fingerprint, Hardware
 from lightning_hybrid.layout import Layout
 
-__all__ = ["SIMILAR_SIZE", "Match", "best_entry", "failed_degrees", "find_baseline", "rescale"]
+__all__ = ["SIMILAR_SIZE", "Match", "best_entry", "failed_degrees", "fastest_schedule", "find_baseline", "rescale"]
 
 #: Two models of one class are similar while neither has more than this many times the other's parameters.
 SIMILAR_SIZE = 2.0
@@ -115,6 +115,34 @@ def failed_degrees(entries: Iterable[Entry], fingerprint: Fingerprint, hardware:
         if known and _same_model(entry.model, fingerprint) and _same_hardware(entry.hardware, hardware):
             latest[entry.degrees] = entry
     return {degrees: entry for degrees, entry in latest.items() if entry.result.is_failure}
+
+
+def fastest_schedule(
+    entries: Iterable[Entry],
+    fingerprint: Fingerprint,
+    hardware: Hardware,
+    degrees: Layout,
+    *,
+    precision: str,
+    num_microbatches: int,
+    size_per_data_rank: int | None,
+) -> Entry | None:
+    """Return the entry with the highest throughput among those that differ from a run in their schedule alone, or None.
+
+    The same model, kind of device, degrees, precision, micro-batches and, where the entry knows it, batch size.
+    """
+    alike = [
+        entry
+        for entry in entries
+        if entry.result.is_good
+        and _same_model(entry.model, fingerprint)
+        and _same_hardware(entry.hardware, hardware)
+        and entry.degrees == degrees
+        and (entry.settings.precision, entry.settings.num_microbatches) == (precision, num_microbatches)
+        and entry.settings.schedule != "none"
+        and entry.batch.size_per_data_rank in (None, size_per_data_rank)
+    ]
+    return max(alike, key=lambda entry: (entry.result.samples_per_second or 0.0, entry.id), default=None)
 
 
 def find_baseline(
