@@ -330,12 +330,10 @@ class Hybrid3DStrategy(EvaluationHooks):
         if choice.layout.pipeline_parallel_size == 1:
             return
         num_microbatches = choice.settings["num_microbatches"]
-        spec, per_rank = archived_schedule(choice.settings)
-        fits = self._num_microbatches in ("auto", num_microbatches) and (
-            self.splits_backward or not spec.splits_backward
-        )
-        if self.chooses_schedule and fits:
-            self._spec, self._stages_per_rank, self.chooses_schedule = spec, per_rank, False
+        if self.chooses_schedule and self._num_microbatches in ("auto", num_microbatches):
+            spec, per_rank = archived_schedule(choice.settings)
+            if self.splits_backward or not spec.splits_backward:
+                self._spec, self._stages_per_rank, self.chooses_schedule = spec, per_rank, False
         if self._num_microbatches == "auto":
             self._num_microbatches = num_microbatches
 

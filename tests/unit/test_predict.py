@@ -130,3 +130,8 @@ def test_other_runs_do_not_count() -> None:
     for other in others:
         assert measured([slow, other]) == "1F1B"
     assert measured([slow, fast], num_microbatches=4) is None
+
+
+def test_without_split_backwards() -> None:
+    names = {f.spec.name for f in predict(EVEN, IDEAL, 0.0, 2, 8, splits=False)}
+    assert names == {"1F1B", "Interleaved1F1B"}
