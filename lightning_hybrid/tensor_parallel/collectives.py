@@ -90,7 +90,7 @@ class _EnterSplit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return x.detach()  # a view would hold x, which remembers it: a cycle that Python cannot see
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
