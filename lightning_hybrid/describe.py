@@ -44,34 +44,58 @@ def describe_run(strategy: Any, part: Any, pipeline: Any) -> dict[str, Any]:
 
 def _stage(stages: Any, stage: int) -> dict[str, Any]:
     names = [stages.blocks[i] for i in stages.ranges[stage]]
-    return {"blocks": names, "cost": stages.costs[stage]}
+    num_parameters = stages.num_parameters[stage]
+    return {"blocks": names, "cost": stages.costs[stage], "num_parameters": num_parameters, "cut_by": stages.cut_by}
 
 
 def layout_table(layout: Layout, schedule: str, rows: list[dict[str, Any]]) -> str:
-    """Return lines that say which rank holds what."""
+    """Return lines that say what each stage is, and which rank holds what."""
     head = f"lightning_hybrid: {layout}"
     if schedule != "none":
         head += f", schedule {schedule} with {rows[0]['num_microbatches']} micro-batches"
     if layout.pipeline_parallel_size > 1:
         head += " (rank 0 holds the last stage: the loss and the logging are there)"
-    lines = [head, "  rank  pipeline  data  tensor   parameters  holds"]
+    lines = [head, *_stage_lines({k: v for row in rows for k, v in row["holds"]["stages"].items()})]
+    lines.append("  rank  pipeline  data  tensor   parameters  holds")
     for row in rows:
         held = row["holds"]
         lines.append(
             f"  {held['rank']:>4}  {held['pipeline']:>8}  {held['data']:>4}  {held['tensor']:>6}"
-            f"  {held['num_parameters']:>11,}  {_holds(held['stages'], row['num_stages'])}"
+            f"  {held['num_parameters']:>11,}  {_holds(held['stages'], layout)}"
         )
     return "\n".join(lines)
 
 
-def _holds(stages: dict[int, dict[str, Any]], num_stages: int) -> str:
+def _stage_lines(stages: dict[int, dict[str, Any]]) -> list[str]:
+    """What is in each stage, before tensor parallelism and sharding divide it further."""
     if not stages:
-        return "the whole model" if num_stages == 1 else ""
-    parts = []
-    for stage, found in stages.items():
-        first, last = found["blocks"][0], found["blocks"][-1].rpartition(".")[2]
-        ends = f"{first}" if len(found["blocks"]) == 1 else f"{first}..{last}"
-        extra = "input + " if stage == 0 else ""
-        extra_end = " + output" if stage == num_stages - 1 else ""
-        parts.append(f"stage {stage}: {extra}{ends}{extra_end} ({found['cost']:.0%} of the work)")
-    return "; ".join(parts)
+        return []
+    texts = {stage: _blocks(found["blocks"]) for stage, found in stages.items()}
+    texts[min(texts)] = f"input + {texts[min(texts)]}"
+    texts[max(texts)] += " + output"
+    width = max(map(len, (*texts.values(), "blocks")))
+    cut_by = stages[min(stages)]["cut_by"]
+    lines = [f"  {'stage':>5}  {'blocks':<{width}}  {'parameters':>13}  share of {cut_by}"]
+    for stage in sorted(stages):
+        found = stages[stage]
+        lines.append(f"  {stage:>5}  {texts[stage]:<{width}}  {found['num_parameters']:>13,}  {found['cost']:>6.1%}")
+    return lines
+
+
+def _blocks(names: list[str]) -> str:
+    """``model.h.0..3``; one such run for each list that the names come from."""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and runs[-1][0].rpartition(".")[0] == name.rpartition(".")[0]:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    ends = [run[0] if len(run) == 1 else f"{run[0]}..{run[-1].rpartition('.')[2]}" for run in runs]
+    return ", ".join(ends)
+
+
+def _holds(stages: dict[int, dict[str, Any]], layout: Layout) -> str:
+    numbers = ", ".join(map(str, sorted(stages)))
+    what = f"stage{'s' * (len(stages) > 1)} {numbers}" if stages else "the whole model"
+    split = layout.data_parallel_size // layout.replicate_size * layout.tensor_parallel_size
+    return what if split == 1 else f"its share of {what}"

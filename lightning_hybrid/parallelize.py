@@ -58,7 +58,11 @@ class StageMap:
     ranges: tuple[range, ...]
     """For each stage the indices of its blocks."""
     costs: tuple[float, ...]
-    """Share of the forward's floating point operations of each stage; they add up to 1."""
+    """Share of each stage in what the cut balances; they add up to 1."""
+    cut_by: str
+    """What the cut balances: the forward's ``"floating point operations"``, or ``"parameters"`` if none are counted."""
+    num_parameters: tuple[int, ...]
+    """Elements of the parameters of each stage; a tied one counts on each of its stages."""
     stages_of_parameter: Mapping[str, tuple[int, ...]]
     """For each parameter the stages that hold it; more than one for a weight that is tied over stages."""
 
@@ -179,7 +183,8 @@ def map_stages(module: nn.Module, cut: Cut, facts: StepFacts, num_stages: int) -
     """Decide which stage holds which blocks and parameters. Pure; the same on all ranks."""
     chain = chain_of(facts)
     costs, before, after = list(chain.blocks), chain.before, chain.after
-    if not any(costs):  # nothing that is counted as arithmetic: go by parameters
+    cut_by = "floating point operations" if any(costs) else "parameters"
+    if not any(costs):  # nothing that is counted as arithmetic
         costs = [float(sum(p.numel() for p in module.get_submodule(name).parameters())) for name in facts.blocks]
     ranges = partition_blocks(costs, num_stages, before=before, after=after)
     stage_of_block = [stage for stage, blocks in enumerate(ranges) for _ in blocks]
@@ -190,6 +195,9 @@ def map_stages(module: nn.Module, cut: Cut, facts: StepFacts, num_stages: int) -
     for segment, names in enumerate(facts.uses):
         for name in names:  # the code after a block runs on that block's stage
             owners[name].add(stage_of_block[max(segment - 1, 0)])
+    # what no step uses is kept by the first stage, so that checkpoints have it once
+    stages_of_parameter = {name: tuple(sorted(found)) or (0,) for name, found in owners.items()}
+    sizes = {cut.parameter_names[id(parameter)]: parameter.numel() for parameter in module.parameters()}
     total = sum(costs) + before + after or 1.0
     shares = [sum(costs[i] for i in blocks) for blocks in ranges]
     shares[0] += before
@@ -198,8 +206,12 @@ def map_stages(module: nn.Module, cut: Cut, facts: StepFacts, num_stages: int) -
         blocks=facts.blocks,
         ranges=tuple(ranges),
         costs=tuple(share / total for share in shares),
-        # what no step uses is kept by the first stage, so that checkpoints have it once
-        stages_of_parameter={name: tuple(sorted(found)) or (0,) for name, found in owners.items()},
+        cut_by=cut_by,
+        num_parameters=tuple(
+            sum(sizes[name] for name, found in stages_of_parameter.items() if stage in found)
+            for stage in range(num_stages)
+        ),
+        stages_of_parameter=stages_of_parameter,
     )
 
 

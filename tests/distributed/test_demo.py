@@ -47,7 +47,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 def test_it_says_which_rank_holds_what(demo: Demo) -> None:
     assert "data 2 x tensor 2 x pipeline 2" in demo.outputs[0]
     for rank in range(8):
-        assert re.search(rf"^ *{rank} .*model\.blocks\.", demo.outputs[0], re.MULTILINE), demo.outputs[0]
+        assert re.search(rf"^ *{rank} .*its share of stage [01]$", demo.outputs[0], re.MULTILINE), demo.outputs[0]
+
+
+def test_it_says_what_the_stages_are(demo: Demo) -> None:
+    found = re.findall(r"^ *(\d) .*model\.blocks\.\S+.* +([\d,]+) +([\d.]+)%$", demo.outputs[0], re.MULTILINE)
+    assert [stage for stage, _, _ in found] == ["0", "1"], demo.outputs[0]
+    assert sum(float(share) for _, _, share in found) == pytest.approx(100.0, abs=0.11)
 
 
 def test_the_held_out_loss_falls(demo: Demo) -> None:
