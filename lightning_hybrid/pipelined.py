@@ -23,6 +23,7 @@ from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.schedule import Action, ScheduleSpec
 from lightning_hybrid.pipeline.step import PipelineRank, StepInputs
 from lightning_hybrid.sharding import ShardedRoot, reduce_gradients, set_gradient_sync
+from lightning_hybrid.structure import outline_of
 
 __all__ = ["PipelinedStep"]
 
@@ -59,7 +60,7 @@ class PipelinedStep:
         self._splitter, self._start_microbatch = splitter, start_microbatch
         self._num_steps = 0
         self._device, self._probe, self._sync_tied = device, probe, sync_tied
-        self.facts: dict[str, StepFacts] = {}
+        self.facts: dict[Any, StepFacts] = {}
         self._ledger = GradientLedger(module.parameters())
         self._metrics = MetricMirror(module)
         self._last_rank = spec.rank_of_stage(rank.num_stages - 1, rank.num_ranks)
@@ -142,9 +143,10 @@ class PipelinedStep:
         return message["output"]
 
     def _facts(self, name: str, part: Any, rest: tuple[Any, ...]) -> StepFacts:
-        if name not in self.facts:
-            self.facts[name] = self._probe(name, part, rest)
-        return self.facts[name]
+        kind = name, outline_of(part)  # an argument that is not there in every batch makes another kind of step
+        if kind not in self.facts:
+            self.facts[kind] = self._probe(name, part, rest)
+        return self.facts[kind]
 
     def _loss_check(
         self, facts: StepFacts, batch: Any, sizes: Sequence[int], rest: tuple[Any, ...]

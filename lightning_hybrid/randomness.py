@@ -25,7 +25,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-__all__ = ["StepRandomness", "derive_seed", "random_state", "restore_random_state", "same_random_state"]
+__all__ = ["StepRandomness", "derive_seed", "random_mark", "random_state", "restore_random_state", "same_random_state"]
 
 
 def derive_seed(*parts: Any) -> int:
@@ -44,6 +44,13 @@ def restore_random_state(state: tuple[Any, ...]) -> None:
     random.setstate(state[0])
     numpy.random.set_state(state[1])
     torch.set_rng_state(state[2])
+
+
+def random_mark(device: torch.device | None = None) -> str:
+    """Return a text that changes when a random number is drawn, on a CUDA ``device`` too if one is given."""
+    python, numbers, cpu = random_state()
+    cuda = [] if device is None else torch.cuda.get_rng_state(device).tolist()
+    return repr((hash(python), hash((numbers[1].tobytes(), *numbers[2:])), hash(cpu.numpy().tobytes()), cuda))
 
 
 def same_random_state(group: dist.ProcessGroup) -> None:

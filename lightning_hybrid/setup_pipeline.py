@@ -26,6 +26,7 @@ from lightning_hybrid.pipeline.step import PipelineRank
 from lightning_hybrid.pipelined import PipelinedStep
 from lightning_hybrid.quiet import quiet_step
 from lightning_hybrid.sharding import call_inside
+from lightning_hybrid.structure import outline_of
 from lightning_hybrid.tensor_parallel.check import record_calls
 
 __all__ = ["PipelineSetup"]
@@ -40,7 +41,7 @@ class PipelineSetup:
         self._strategy, self._trainer = strategy, trainer
         self._module = strategy.lightning_module
         self._cut: Cut | None = None
-        self._facts: dict[str, StepFacts] = {}
+        self._facts: dict[Any, StepFacts] = {}
         self._tied: dict[tuple[int, ...], list[Parameter]] = {}
         self._tied_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._first: tuple[str, Any, tuple[Any, ...]] | None = None
@@ -65,10 +66,10 @@ class PipelineSetup:
         self.num_microbatches = self._choose_num_microbatches(batch if name == "training_step" else None)
         cuts = name == "training_step" and not self._strategy._whole_batch_loss
         part = self._splitter.split(batch, self.num_microbatches)[0][0] if cuts else batch
-        self._facts[name] = self._probe(name, part, rest)
+        facts = self._facts[name, outline_of(part)] = self._probe(name, part, rest)
         if name == "training_step" and strategy.chooses_schedule:
-            self._choose_schedule(self._facts[name], lambda: self._module.training_step(part, *rest))
-        return self._facts[name]
+            self._choose_schedule(facts, lambda: self._module.training_step(part, *rest))
+        return facts
 
     def choose_stages(self) -> tuple[int, list[int]]:
         """Return the number of stages, and those of this rank."""
@@ -222,10 +223,17 @@ class PipelineSetup:
                 raise PipelineError(
                     f"{name} is run once beforehand, without weights, to see where it can be cut, and failed:"
                     f" {type(error).__name__}: {error}. What it needs from hooks must be there after setup() (not made"
-                    " in on_fit_start or on_train_start), optimizers and schedulers are not there yet. Otherwise use"
+                    " in on_fit_start or on_train_start), optimizers and schedulers are not there yet, and what forward"
+                    " hooks collect inside of blocks (router logits, hidden states) is not either. Otherwise use"
                     " pipeline_parallel_size=1."
                 ) from error
-        if self._strategy._whole_batch_loss and name == "training_step" and facts.redraws:
+        whole = self._strategy._whole_batch_loss and name == "training_step"
+        if whole and facts.lingers:
+            raise UnsupportedError(
+                f"The loss uses what {facts.blocks[-1]} keeps in an attribute, which is that of a micro-batch. With"
+                " whole_batch_loss=True have the block return it, or use pipeline_parallel_size=1."
+            )
+        if whole and facts.redraws:
             raise UnsupportedError(
                 "training_step draws random numbers before its last block and uses them after it too (noise that is"
                 " input and target). With whole_batch_loss=True these are two runs, which draw different numbers. Draw"

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["leaves_of", "map_leaves", "open_node"]
+__all__ = ["leaves_of", "map_leaves", "open_node", "outline_of"]
 
 Rebuild = Callable[[list[Any]], Any]
 
@@ -48,6 +49,22 @@ def leaves_of(node: Any) -> list[Any]:
     """Return all leaves in order."""
     opened = open_node(node)
     return [node] if opened is None else [leaf for entry in opened[1] for leaf in leaves_of(entry)]
+
+
+def outline_of(node: Any) -> Any:
+    """Return what code may branch on in ``node`` without reading tensors: its structure, types, ranks and booleans.
+
+    Sizes of tensors, and of lists whose entries are all alike, do not matter.
+    """
+    opened = open_node(node)
+    if opened is None:
+        kind = (node.dtype, node.ndim) if isinstance(node, (torch.Tensor, numpy.ndarray)) else type(node)
+        return (kind, node) if isinstance(node, bool) else kind
+    names, entries, _ = opened
+    inner = tuple(outline_of(entry) for entry in entries)
+    if isinstance(node, (list, tuple)) and len(set(inner)) == 1:
+        return type(node), inner[0]
+    return type(node), tuple(names), inner
 
 
 def _mapping_like(node: Any, values: list[Any]) -> Any:

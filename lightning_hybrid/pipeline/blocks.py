@@ -28,8 +28,8 @@ def list_blocks(module: nn.Module, names: str | list[str] | None = None) -> list
         if not chosen:
             raise ConfigurationError(
                 f"No list of blocks was found in {type(module).__name__}: a ModuleList, ModuleDict or Sequential with"
-                ' at least two entries that hold parameters. Name it with blocks="path.to.list", or use'
-                " pipeline_parallel_size=1."
+                ' at least two entries that hold parameters. Name it with blocks="path.to.list". A layer that is called'
+                " several times (ALBERT's) cannot be cut; then use pipeline_parallel_size=1."
             )
     blocks: list[str] = []
     for name in chosen:

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.stage import Cut, StageRun
-from lightning_hybrid.randomness import random_state
+from lightning_hybrid.randomness import random_mark
 
 __all__ = ["LossCheck", "cut_point", "disagreement"]
 
@@ -136,9 +136,9 @@ class LossCheck:
         with self.quiet(), torch.random.fork_rng(devices=[] if device is None else [device]), torch.enable_grad():
             for part in self.cut.module.modules():
                 part.training = False
-            before = _draws(device)
+            before = random_mark(device)
             output = self.inside(lambda: self.cut.run(run, lambda: self.step(batch)))
-            if before != _draws(device):
+            if before != random_mark(device):
                 raise _UnclearError("the step draws random numbers")
         loss = self.read_loss(output, last - first)
         return MicrobatchLoss(value=loss.value.detach(), weight=loss.weight, rule=loss.rule)
@@ -172,10 +172,3 @@ def _sample_dim(one: Tensor, other: Tensor) -> int:
     if one.dim() != other.dim() or len(dims) != 1:
         raise _UnclearError(f"no single dimension tells {tuple(one.shape)} from {tuple(other.shape)}")
     return dims[0]
-
-
-def _draws(device: torch.device | None) -> str:
-    """A text that changes when a random number is drawn."""
-    python, (_, numbers, *position), cpu = random_state()
-    cuda = [] if device is None else torch.cuda.get_rng_state(device).tolist()
-    return repr((hash(python), numbers.tobytes(), position, cpu.tolist(), cuda))

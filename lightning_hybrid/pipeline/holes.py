@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,6 +31,8 @@ class _Template:
     """``("argument", position)`` hands an argument on, ``("zeros", (shape, dtype, device))``, ``("value", object)``."""
     spec: TreeSpec
     flops: int
+    left_behind: tuple[tuple[str, str, Any], ...]
+    """Tensors that the module keeps in plain attributes: module within it, attribute, ``(shape, dtype, device)``."""
 
     def build(self, arguments: list[Any]) -> Any:
         return tree_unflatten([_make(how, what, arguments) for how, what in self.leaves], self.spec)
@@ -70,6 +73,11 @@ class Hole:
         """Return the floating point operations of one forward on such arguments (0 where it cannot be counted)."""
         return self._template(args, kwargs, tree_flatten((args, kwargs))[0]).flops
 
+    def left_behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, Tensor]]:
+        """Return like tensors for those that a forward leaves in attributes: ``(module within, attribute, tensor)``."""
+        found = self._template(args, kwargs, tree_flatten((args, kwargs))[0]).left_behind
+        return [(path, key, _make("zeros", look, [])) for path, key, look in found]
+
     def to(self, device: torch.device) -> None:
         """Move the weightless copy to a device."""
         for module in self._twin.modules():
@@ -87,20 +95,42 @@ class Hole:
             self._memory[signature] = self._learn(args, kwargs, leaves)
         return self._memory[signature]
 
+    def _weights(self) -> dict[str, Tensor]:
+        """Zeros that look like weights to kernels which mind strides; fake ones take no memory."""
+        return {name: torch.zeros(p.shape, dtype=p.dtype, device=p.device) for name, p in self._twin.named_parameters()}
+
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> _Template:
-        counter = FlopCounterMode(display=False)
+        counter, before = FlopCounterMode(display=False), self._attributes()
         try:
             with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, counter:
                 fake: Callable[[Tensor], Tensor] = mode.from_tensor
                 fake_args, fake_kwargs = tree_map_only(Tensor, fake, (args, kwargs))
-                output = self._twin(*fake_args, **fake_kwargs)
+                output = functional_call(self._twin, self._weights(), fake_args, fake_kwargs)
         except Exception:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 zeros = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
-                output = self._twin(*zeros[0], **zeros[1])
+                output = functional_call(self._twin, self._weights(), zeros[0], zeros[1])
         flat, spec = tree_flatten(output)
         looks = [_look(leaf) for leaf in leaves]
-        return _Template(tuple(_how(leaf, leaves, looks) for leaf in flat), spec, counter.get_total_flops())
+        how = tuple(_how(leaf, leaves, looks) for leaf in flat)
+        return _Template(how, spec, counter.get_total_flops(), tuple(self._take_new_attributes(before)))
+
+    def _attributes(self) -> dict[tuple[str, str], Any]:
+        parts = self._twin.named_modules()
+        return {
+            (path, key): value
+            for path, part in parts
+            for key, value in part.__dict__.items()
+            if isinstance(value, Tensor)
+        }
+
+    def _take_new_attributes(self, before: dict[tuple[str, str], Any]) -> Iterator[tuple[str, str, Any]]:
+        for (path, key), value in self._attributes().items():
+            if value is not before.get((path, key)):
+                del self._twin.get_submodule(path).__dict__[key]
+                yield path, key, (value.shape, value.dtype, torch.device(value.device))
+        for (path, key), value in before.items():
+            self._twin.get_submodule(path).__dict__[key] = value
 
 
 def _how(leaf: Any, arguments: list[Any], looks: list[Any]) -> tuple[str, Any]:

@@ -15,13 +15,14 @@ and from nothing else: any other value would have to skip a stage, which is refu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import Metric
@@ -31,6 +32,7 @@ from lightning_hybrid.pipeline.holes import Hole
 
 __all__ = ["Labels", "Probe", "StepFacts", "written_tensors"]
 
+_ABSENT = object()
 _REMEDY = "Pass it to the blocks as an argument, or use pipeline_parallel_size=1."
 
 
@@ -42,6 +44,8 @@ class _Label(NamedTuple):
     maker: str
     is_argument: bool = False
     """Whether it came into its segment as an argument of the block before it."""
+    lingers: bool = False
+    """Whether it was kept in an attribute of the module that made it."""
 
 
 class Labels(TorchDispatchMode):
@@ -90,6 +94,21 @@ class Labels(TorchDispatchMode):
                     if drawn is not None:
                         self._drawn[_memory(tensor)[0]] = drawn
         return output
+
+
+class Reads(TorchFunctionMode):
+    """While active, says which tensors Python reads numbers out of: what becomes of these, no label can follow."""
+
+    _NAMES = frozenset(("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"))
+
+    def __init__(self, note: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self._NAMES and args and isinstance(args[0], Tensor):
+            self._note(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _takes_only_the_shape(name: str) -> bool:
@@ -146,6 +165,8 @@ class StepFacts:
     """For each block whether the code after it computes with the block's arguments (beside handing them on)."""
     redraws: bool = False
     """Whether what the step returns or logs is made, past the blocks, from random numbers drawn before the last one."""
+    lingers: bool = False
+    """Whether what the step returns or logs is made from what the last block keeps in its attributes."""
     flops: tuple[float, ...]
     """For each block the floating point operations of one forward on the probe's micro-batch."""
     flops_outside: tuple[float, ...]
@@ -172,9 +193,11 @@ class StepFacts:
 class Probe:
     """Collects the facts while the step runs. Feed it every intercepted call, then the step's output."""
 
-    parameter_names: dict[nn.Parameter, str]
-    """The names of all parameters that are there."""
+    parameter_names: dict[Tensor, str]
+    """The names of all parameters, and of what stands for those that are not there."""
     labels: Labels = field(default_factory=Labels)
+    """To be active while the step runs."""
+    reads: Reads = field(init=False)
     """To be active while the step runs."""
     order: list[str] = field(default_factory=list)
     _arguments: list[tuple[int, ...]] = field(default_factory=list)
@@ -185,9 +208,13 @@ class Probe:
     _flops_outside: list[float] = field(default_factory=lambda: [0.0])
     _carried: dict[int, Tensor] = field(default_factory=dict)
     _reuses: list[bool] = field(default_factory=list)
+    _undo: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    _lingers: bool = False
+    _reads: list[tuple[int, _Label]] = field(default_factory=list)
     _logged: list[tuple[str, list[Any]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.reads = Reads(self._read)
         for parameter, name in self.parameter_names.items():
             self.labels.add(parameter, [_Label(None, name)])
 
@@ -195,7 +222,7 @@ class Probe:
     def _segment(self) -> int:
         return len(self.order)
 
-    def block(self, name: str, hole: Hole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def block(self, name: str, part: nn.Module, hole: Hole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a block's call and return a differentiable output."""
         if name in self.order:
             raise PipelineError(
@@ -204,8 +231,9 @@ class Probe:
             )
         if not torch.is_grad_enabled():
             raise PipelineError(
-                f"The block {name} is called under torch.no_grad(), which hides what needs a gradient."
-                " Freeze parameters with requires_grad_(False) instead, or use pipeline_parallel_size=1."
+                f"The block {name} is called under torch.no_grad(), which hides what needs a gradient. Call"
+                " torch.utils.checkpoint with use_reentrant=False (the reentrant kind does so), freeze parameters with"
+                " requires_grad_(False), or use pipeline_parallel_size=1."
             )
         leaves = tree_leaves((args, kwargs))
         self._check(name, leaves)
@@ -225,28 +253,48 @@ class Probe:
             self._carry(leaf)
         with _disable_current_modes():
             self._flops.append(float(hole.flops(args, kwargs)))
-        return self._fresh(name, hole, args, kwargs)
+        return self._fresh(name, part, hole, args, kwargs)
 
     def outside(
-        self, name: str, parameters: Iterable[str], hole: Hole, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        part: nn.Module,
+        parameters: Iterable[str],
+        hole: Hole,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Note a call of a module outside of the blocks, which has these parameters; return a differentiable output."""
         self._check(name, tree_leaves((args, kwargs)))
         self._uses[self._segment].update(parameters)
         with _disable_current_modes():
             self._flops_outside[self._segment] += float(hole.flops(args, kwargs))
-        return self._fresh(name, hole, args, kwargs)
+        return self._fresh(name, part, hole, args, kwargs)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stand for ``self.log``: the value must be right on the last stage, where logging happens."""
         states = [getattr(value, state) for state in value._defaults] if isinstance(value, Metric) else value
         self._logged.append((f'self.log("{name}")', tree_leaves(states)))
 
+    def _read(self, tensor: Tensor) -> None:
+        """Note that Python reads numbers out of a tensor."""
+        self._reads += [(self._segment, label) for label in self.labels.of([tensor])]
+
     def finish(self, output: Any) -> StepFacts:
         """Note the step's output and return the facts."""
         results = [("the step's output", tree_leaves(output)), *self._logged]
         for name, leaves in results:
             self._check(name, leaves)
+        for segment, label in self._reads:
+            if label.segment is None:  # a parameter: every stage holds it and reads the same
+                for uses in self._uses:
+                    uses.add(label.maker)
+            elif segment < self._segment or label.segment != self._segment:
+                raise PipelineError(
+                    f"The step reads a value of {label.maker} out of its tensor (.item(), bool(), tolist(), ...),"
+                    " which only one pipeline stage has, while others would go on with another number. Compute with the"
+                    " tensor, or use pipeline_parallel_size=1."
+                )
         drawn = self.labels.drawn_in(leaf for _, leaves in results for leaf in leaves)
         return StepFacts(
             blocks=tuple(self.order),
@@ -255,24 +303,39 @@ class Probe:
             num_values=tuple(self._num_values),
             uses=tuple(frozenset(names) for names in self._uses),
             reuses=tuple(self._reuses),
+            lingers=self._lingers,
             redraws=drawn is not None and drawn < self._segment,
             flops=tuple(self._flops),
             flops_outside=tuple(self._flops_outside),
         )
 
-    def _fresh(self, name: str, hole: Hole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _fresh(self, name: str, part: nn.Module, hole: Hole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the hole's output in memory of its own, with a label of its own."""
 
-        def fresh(tensor: Tensor) -> Tensor:
-            made = tensor.detach().clone()
-            if made.is_floating_point() or made.is_complex():
-                with torch.enable_grad():
-                    made = _Made.apply(torch.zeros((), requires_grad=True), made)  # type: ignore[no-untyped-call]
-            self.labels.add(made, [_Label(self._segment, name)])
-            return made
-
         with _disable_current_modes():
-            return tree_map_only(Tensor, fresh, hole(args, kwargs))
+            output = tree_map_only(Tensor, lambda t: self._labelled(t, _Label(self._segment, name)), hole(args, kwargs))
+            for path, key, tensor in hole.left_behind(args, kwargs):
+                place = part.get_submodule(path).__dict__
+                self._undo.append((place, key, place.get(key, _ABSENT)))
+                place[key] = self._labelled(tensor, _Label(self._segment, name, lingers=True))
+            return output
+
+    def _labelled(self, tensor: Tensor, label: _Label) -> Tensor:
+        made = tensor.detach().clone()
+        if made.is_floating_point() or made.is_complex():
+            with torch.enable_grad():
+                made = _Made.apply(torch.zeros((), requires_grad=True), made)  # type: ignore[no-untyped-call]
+        self.labels.add(made, [label])
+        return made
+
+    def undo(self) -> None:
+        """Give modules the attributes back that they had."""
+        for place, key, value in reversed(self._undo):
+            if value is _ABSENT:
+                del place[key]
+            else:
+                place[key] = value
+        self._undo.clear()
 
     def _carry(self, tensor: Tensor) -> None:
         """From now on the user's variable holds what the block got. Views made before do not follow it."""
@@ -286,12 +349,14 @@ class Probe:
     def _check(self, name: str, leaves: Iterable[Any]) -> None:
         """Refuse values of other segments, and note the parameters and block arguments that values were made from."""
         labels = self.labels.of(leaf for leaf in leaves if id(leaf) not in self._carried)
-        for segment, maker, is_argument in sorted(labels, key=lambda label: (label.segment or 0, label.maker)):
+        for segment, maker, is_argument, lingers in sorted(labels, key=lambda label: (label.segment or 0, label.maker)):
+            self._lingers |= lingers
             if segment is None:
                 self._uses[self._segment].add(maker)
             elif segment != self._segment:
+                kept = " (kept in an attribute)" if lingers else ""
                 raise PipelineError(
-                    f"{name} uses a value of {maker} that does not come through the arguments of the block"
+                    f"{name} uses a value of {maker}{kept} that does not come through the arguments of the block"
                     f" before it, so it would have to skip a pipeline stage. {_REMEDY}"
                 )
             elif is_argument:

@@ -18,20 +18,30 @@ late for modules that override ``__call__``, as activation checkpointing does.
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from lightning_hybrid.errors import PipelineError
+from lightning_hybrid.errors import PipelineError, UnsupportedError
 from lightning_hybrid.pipeline.holes import Hole, placeholder
 from lightning_hybrid.pipeline.probe import Probe, StepFacts
+from lightning_hybrid.randomness import random_mark
 
 __all__ = ["Cut", "StageRun"]
+
+#: How often a step that draws random numbers is probed once more, to see whether they decide which blocks are called.
+_NUM_SEEDS = 3
+_SAME_BLOCKS = (
+    "Every step must call the same blocks in the same order once (set layerdrop and the like to 0), or use"
+    " pipeline_parallel_size=1."
+)
 
 
 class _StageDone(BaseException):
@@ -186,6 +196,7 @@ class Cut:
         self._parameters_of: dict[nn.Module, list[str]] = {}
         self._indices: dict[nn.Module, int] = {}
         self._holes: dict[nn.Module, Hole] = {}
+        self._released: dict[tuple[nn.Module, str], tuple[str, bool]] = {}
         self.placeholders: frozenset[int] = frozenset()
         self.inside: Callable[[], AbstractContextManager[None]] = nullcontext
         self._probe: Probe | None = None
@@ -193,6 +204,11 @@ class Cut:
         memory: dict[Any, Any] = {}
         intercepted = {**self._outside(), **self._blocks}
         for name, part in intercepted.items():
+            if isinstance(part, torch.jit.ScriptModule):
+                raise UnsupportedError(
+                    f"{name} is a ScriptModule, whose calls a pipeline cannot take over. Use the module it was made"
+                    " from (torch.compile can speed that up), or pipeline_parallel_size=1."
+                )
             self._names[part] = name
             self._parameters_of[part] = [self.parameter_names[id(p)] for p in part.parameters()]
             self._holes[part] = Hole(part, {id(module): module}, memory)
@@ -221,12 +237,19 @@ class Cut:
     @contextmanager
     def _probing(self) -> Iterator[Probe]:
         """Calls, and values given to ``self.log``, go to the probe."""
-        self._probe = Probe(parameter_names={p: name for name, p in self.module.named_parameters()})
+        released = [(part.__dict__[key], *facts) for (part, key), facts in self._released.items()]
+        parameters: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
+        self._probe = Probe(parameter_names={**parameters, **{value: name for value, name, _ in released}})
         self.module.__dict__["log"] = self._probe.log
         try:
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]), self._probe.labels:
+            for value, _, wants in released:  # all ranks learn the same, whatever they hold
+                value.requires_grad_(wants)
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]), self._probe.labels, self._probe.reads:
                 yield self._probe
         finally:
+            for value, _, _ in released:
+                value.requires_grad_(False)
+            self._probe.undo()
             self._probe = None
             self.module.__dict__.pop("log", None)
 
@@ -236,17 +259,26 @@ class Cut:
         Raises:
             PipelineError: if the step cannot be cut; the message names the module and the remedy.
         """
+        mark = random_mark()
         with self._probing() as probe:
             facts = probe.finish(step())
+            seeds = range(_NUM_SEEDS) if random_mark() != mark else ()
+        orders = [facts.blocks]
+        for seed in seeds:  # which blocks are called may be drawn too
+            with self._probing() as probe:
+                torch.manual_seed(seed)
+                random.seed(seed)
+                numpy.random.seed(seed)
+                orders.append(probe.finish(step()).blocks)
         if not self._indices:
             self._indices = {self._blocks[name]: index for index, name in enumerate(facts.blocks)}
         expected = tuple(self._names[block] for block in self._indices)
-        if not facts.blocks or facts.blocks != expected:
-            raise PipelineError(
-                f"This step calls the blocks {list(facts.blocks) or 'not at all'}, but the pipeline is cut along"
-                f" {list(expected) or 'none'}. Every step must call the same blocks in the same order once,"
-                " or use pipeline_parallel_size=1."
-            )
+        for order in orders:
+            if not order or order != expected:
+                raise PipelineError(
+                    f"This step calls the blocks {list(order) or 'not at all'}, but the pipeline is cut along"
+                    f" {list(expected) or 'none'}. {_SAME_BLOCKS}"
+                )
         return facts
 
     def hold(self, names: set[str]) -> None:
@@ -255,6 +287,7 @@ class Cut:
         for part in self.module.modules():
             for name, parameter in list(part._parameters.items()):
                 if parameter is not None and id(parameter) not in kept:
+                    self._released[part, name] = self.parameter_names[id(parameter)], parameter.requires_grad
                     del part._parameters[name]
                     part.__dict__[name] = placeholder(parameter)
         self._note_placeholders()
@@ -278,9 +311,13 @@ class Cut:
         """Run one stage. Returns the tensors for the next stage, or the step's own output on the last stage."""
         with self.resume(run):
             try:
-                return step()
+                output = step()
             except _StageDone as done:
                 return done.tensors
+        if not run.entered or run.last < len(self._indices) or run.captures:
+            blocks = run.facts.blocks
+            raise PipelineError(f"This step ended without a call of {blocks[run.last - 1]}. {_SAME_BLOCKS}")
+        return output
 
     @contextmanager
     def resume(self, run: StageRun) -> Iterator[None]:
@@ -296,14 +333,15 @@ class Cut:
         if self._probe is not None:
             name, hole = self._names[part], self._holes[part]
             if name in self._blocks:
-                return self._probe.block(name, hole, args, kwargs)
-            return self._probe.outside(name, self._parameters_of[part], hole, args, kwargs)
+                return self._probe.block(name, part, hole, args, kwargs)
+            return self._probe.outside(name, part, self._parameters_of[part], hole, args, kwargs)
         run = self._run
         if run is None:
             raise PipelineError(
                 f"{self._names[part]} was called outside of a training, validation, test or predict step, where its"
                 " pipeline stage cannot be reached. Call the model inside of a step, or use pipeline_parallel_size=1."
             )
+        self._check_order(run, part, index)
         if run.joins and index == run.first and not run.entered:
             return run.join(args, kwargs, self._holes[part](args, kwargs))
         if index == run.first and run.first > 0:
@@ -320,6 +358,14 @@ class Cut:
             run.captures = False  # when it is called again to recompute activations, it returns
             raise _StageDone(run.capture(args, kwargs, output))
         return output
+
+    def _check_order(self, run: StageRun, part: nn.Module, index: int | None) -> None:
+        """Refuse a block in whose place another one should have been called: its stage would never begin."""
+        due = run.last if run.entered else run.first
+        if index is None and self._names[part] in self._blocks:
+            raise PipelineError(f"This step calls {self._names[part]}, as the first batch did not. {_SAME_BLOCKS}")
+        if index is not None and index > due:
+            raise PipelineError(f"This step calls {self._names[part]} without {run.facts.blocks[due]}. {_SAME_BLOCKS}")
 
 
 def _intercept(

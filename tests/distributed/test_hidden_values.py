@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.errors import PipelineError
+from lightning_hybrid.errors import PipelineError, UnsupportedError
 from lightning_hybrid.pipeline.probe import StepFacts
 from tests.distributed.equality import ONE_PROCESS, QUIET, Trace, assert_equal, trace
 from tests.distributed.zoo import Lit, labelled_rows
@@ -126,6 +127,89 @@ class Logged(Base):
         return F.cross_entropy(self.through(h), y)
 
 
+class Number(Base):
+    """A number that only the stage of the stem could read."""
+
+    def compute(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.stem(x)
+        return F.cross_entropy(self.through(h), y) * (1 + h.norm().item())
+
+
+class Branch(Base):
+    def compute(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.stem(x)
+        factor = 2.0 if (h > 0).any() else 1.0
+        return F.cross_entropy(self.through(h), y) * factor
+
+
+class Listed(Base):
+    def compute(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.stem(x)
+        return F.cross_entropy(self.through(h), y) * sum(h[0].detach().tolist())
+
+
+class Keeping(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.auxiliary = torch.zeros(())
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        x = super().forward(x, *more)
+        self.auxiliary = x.pow(2).mean()
+        return x
+
+
+class Auxiliary(Base):
+    """A part of the loss that blocks keep in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping() for _ in range(4))
+
+    def compute(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.through(self.stem(x)), y)
+        return loss + sum(block.auxiliary for block in self.blocks)
+
+
+class Reentrant(Base):
+    def through(self, h: Tensor, *more: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=True)
+        out: Tensor = self.head(h)
+        return out
+
+    def compute(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.through(self.stem(x)), y)
+
+
+class Scripted(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(torch.jit.script(nn.Linear(8, 8)) for _ in range(4))
+
+    def compute(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.through(self.stem(x)), y)
+
+
+class LayerDrop(Base):
+    def compute(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.stem(x)
+        for block in self.blocks:
+            if torch.rand(()) > 0.3:
+                h = block(h)
+        return F.cross_entropy(self.head(h), y)
+
+
+class LateDrop(Base):
+    """Leaves a block out that begins a stage, in the second batch."""
+
+    def compute(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.stem(x)
+        for i, block in enumerate(self.blocks):
+            h = h if i == 2 and self.global_step else block(h)
+        return F.cross_entropy(self.head(h), y)
+
+
 class OneMore(Base):
     """The block's second argument appears in the second batch."""
 
@@ -138,7 +222,7 @@ def refused(rank: int, kind: type[Base]) -> str:
     L.seed_everything(0, verbose=False)
     strategy = Hybrid3DStrategy(archive=None, **PP2)
     trainer = L.Trainer(devices=2, strategy=strategy, max_steps=2, **QUIET)
-    with pytest.raises(PipelineError) as caught:
+    with pytest.raises((PipelineError, UnsupportedError)) as caught:
         trainer.fit(kind(), DataLoader(ROWS, batch_size=8))
     return str(caught.value)
 
@@ -152,6 +236,14 @@ def refused(rank: int, kind: type[Base]) -> str:
         (Written, ["a value of stem", "the step's output"]),
         (OldView, ["a value of stem", "the step's output"]),
         (Logged, ["a value of stem", 'self.log("stem_norm")']),
+        (Number, ["a value of stem", "out of its tensor"]),
+        (Branch, ["a value of stem", "out of its tensor"]),
+        (Listed, ["a value of stem", "out of its tensor"]),
+        (Auxiliary, ["a value of blocks.", "kept in an attribute"]),
+        (Reentrant, ["blocks.0", "use_reentrant=False"]),
+        (Scripted, ["is a ScriptModule"]),
+        (LayerDrop, ["calls the blocks", "layerdrop"]),
+        (LateDrop, ["blocks.2", "layerdrop"]),
         (OneMore, ["blocks.", "than in the first batch", "2 values", "instead of 1"]),
     ],
 )
@@ -191,7 +283,38 @@ def runs(rank: int, kind: type[Base], degrees: list[dict[str, Any]]) -> list[Tra
     return [trace(rank, kind, ROWS, each) for each in degrees]
 
 
-@pytest.mark.parametrize("kind", [Detached, Residual])
+class ReadParameter(Base):
+    """A number read from a parameter, used in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.7), requires_grad=False)
+
+    def compute(self, x: Tensor, y: Tensor) -> Tensor:
+        scale = float(self.scale)
+        return F.cross_entropy(self.through(self.stem(x) * self.scale) * scale, y)
+
+
+class Sometimes(Base):
+    """A condition that only some batches have, made from a parameter that the last stage does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(8))
+
+    def compute(self, x: Tensor, y: Tensor, more: Tensor | None = None) -> Tensor:
+        h = self.stem(x)
+        out = self.through(h) if more is None else self.through(h, self.shift * 1)
+        return F.cross_entropy(out, y)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch if torch.equal(batch["x"][0], ROWS[0]["x"]) else {**batch, "more": batch["x"]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.compute(**batch)
+
+
+@pytest.mark.parametrize("kind", [Detached, Residual, ReadParameter, Sometimes])
 def test_what_can_travel_equals_one_process(kind: type[Base]) -> None:
     (expected,) = run_ranks(1, runs, kind, [ONE_PROCESS])[0]
     schedules = ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"]

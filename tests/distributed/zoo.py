@@ -306,6 +306,10 @@ ZOO: dict[str, Entry] = {
     "llama_checkpointed": Entry(
         hugging_face("LlamaConfig", **SMALL, num_key_value_heads=2, gradient_checkpointing=True), text_rows
     ),
+    "mixtral": Entry(
+        hugging_face("MixtralConfig", **SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+        text_rows,
+    ),
     "qwen3": Entry(hugging_face("Qwen3Config", **SMALL, num_key_value_heads=2, head_dim=8), text_rows),
     "gpt_neox": Entry(hugging_face("GPTNeoXConfig", **SMALL), text_rows),
     "gpt2": Entry(
