@@ -23,7 +23,7 @@ from lightning_hybrid.layout import Layout
 from lightning_hybrid.materialize import MetaWeights, check_same_meta, on_meta
 from lightning_hybrid.mesh import data_mesh
 from lightning_hybrid.per_block import ActivationCheckpointing, apply_per_block
-from lightning_hybrid.pipeline.blocks import find_block_lists, list_blocks
+from lightning_hybrid.pipeline.blocks import Blocks, find_block_lists, list_blocks
 from lightning_hybrid.pipeline.partition import partition_blocks
 from lightning_hybrid.pipeline.predict import chain_of
 from lightning_hybrid.pipeline.probe import StepFacts
@@ -109,7 +109,7 @@ def parallelize(
     layout: Layout,
     mesh: DeviceMesh,
     device: torch.device,
-    blocks: str | list[str] | None,
+    blocks: Blocks,
     tp_plan: Mapping[str, Any] | None,
     reshard_after_forward: bool | None,
     activation_checkpointing: ActivationCheckpointing,
@@ -225,7 +225,7 @@ def sync_tied_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup
         dist.all_reduce(local, group=group)
 
 
-def _units(module: nn.Module, blocks: str | list[str] | None) -> list[str]:
+def _units(module: nn.Module, blocks: Blocks) -> list[str]:
     """Blocks to shard one by one where no pipeline was cut; none is fine too."""
     if blocks is None and not find_block_lists(module):
         return []

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_hybrid.arguments import check_types
 from lightning_hybrid.choose import (
     Choice,
     archived_schedule,
@@ -47,6 +48,7 @@ from lightning_hybrid.per_block import (
     check_per_block,
     check_split_backward,
 )
+from lightning_hybrid.pipeline.blocks import Blocks
 from lightning_hybrid.pipeline.schedule import ScheduleSpec, Table, find_schedule
 from lightning_hybrid.pipeline.timeline import Mark
 from lightning_hybrid.randomness import StepRandomness, derive_seed, same_random_state
@@ -77,7 +79,8 @@ class Hybrid3DStrategy(EvaluationHooks):
             (``"my_schedule.csv"``, see :mod:`lightning_hybrid.pipeline.schedule_file`), which also says the number of
             pipeline ranks, stages and micro-batches.
         stages_per_rank: Virtual stages of each pipeline rank, for schedules that have them; ``"auto"`` is 2 for those.
-        blocks: FQN(s) of the list(s) of blocks to cut along, if they are not found by themselves.
+        blocks: FQN(s) of the list(s) of blocks to cut along, if they are not found by themselves; or the name of a
+            method or property of the module that returns the blocks, or a function that does so given the module.
         unbatched: Names of the batch's tensors that have no row per sample, for batches where shapes do not tell
             (see :mod:`lightning_hybrid.microbatches`).
         whole_batch_loss: Whether, in a pipeline, the code after the last block runs once on the whole batch, for losses
@@ -108,14 +111,14 @@ class Hybrid3DStrategy(EvaluationHooks):
         num_microbatches: Degree = "auto",
         schedule: str | os.PathLike[str] = "auto",
         stages_per_rank: Degree = "auto",
-        blocks: str | list[str] | None = None,
+        blocks: Blocks = None,
         unbatched: list[str] | None = None,
         whole_batch_loss: bool = False,
         tp_plan: Mapping[str, Any] | None = None,
         reshard_after_forward: bool | None = None,
         activation_checkpointing: ActivationCheckpointing = "none",
         compile: bool | Mapping[str, Any] = False,
-        archive: str | None = "archive",
+        archive: str | os.PathLike[str] | None = "archive",
         start_method: Literal["popen", "fork", "spawn"] = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -139,8 +142,17 @@ class Hybrid3DStrategy(EvaluationHooks):
             "replicate_size": replicate_size,
         }
         check_counts({**self._degrees, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank})
-        if start_method not in ("popen", "fork", "spawn"):
-            raise ConfigurationError(f'start_method={start_method!r} is unknown; use one of "popen", "fork", "spawn".')
+        check_types(
+            blocks=blocks,
+            unbatched=unbatched,
+            whole_batch_loss=whole_batch_loss,
+            tp_plan=tp_plan,
+            reshard_after_forward=reshard_after_forward,
+            archive=archive,
+            start_method=start_method,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
         schedule = "GPipe" if whole_batch_loss and schedule == "auto" else schedule
         self.chooses_schedule, self._whole_batch_loss = schedule == "auto", whole_batch_loss
         self._spec = find_schedule("1F1B" if schedule == "auto" else schedule)
@@ -157,7 +169,8 @@ class Hybrid3DStrategy(EvaluationHooks):
         self._unbatched = unbatched
         check_per_block(activation_checkpointing, compile)
         self._per_block: dict[str, Any] = {"activation_checkpointing": activation_checkpointing, "compile": compile}
-        self._archive, self._start_method = archive, start_method
+        self._archive = None if archive is None else os.fspath(archive)
+        self._start_method = start_method
         self._process_group_backend, self._timeout = process_group_backend, timeout
         self._layout: Layout | None = None
         self._pipeline: PipelineSetup | None = None

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
 from torch import nn
 
 from lightning_hybrid.errors import ConfigurationError
 
-__all__ = ["find_block_lists", "list_blocks"]
+__all__ = ["Blocks", "find_block_lists", "list_blocks"]
+
+#: How users name the blocks; see :func:`list_blocks`.
+Blocks: TypeAlias = str | list[str] | Callable[[Any], Any] | None
 
 #: A further list of blocks joins the chain if it holds at least this share of the parameters (encoder and decoder).
 MIN_SHARE = 0.1
 
 
-def list_blocks(module: nn.Module, names: str | list[str] | None = None) -> list[str]:
+def list_blocks(module: nn.Module, names: Blocks = None) -> list[str]:
     """Return the FQNs of all blocks, list by list.
 
     Args:
         module: The module to cut.
-        names: FQN(s) of the block list(s), such as ``"model.layers"``; found by itself if ``None``.
+        names: FQN(s) of the list(s) of blocks, such as ``"model.layers"``; the dotted name of a method or property that
+            returns the blocks, or a function that does so given ``module`` (modules or their FQNs); found by itself if
+            ``None``.
 
     Raises:
         ConfigurationError: if a name is not a list of modules in ``module``, or no list of blocks is found.
     """
+    if callable(names):
+        return _given(module, names(module), f"blocks={getattr(names, '__name__', names)}")
     chosen = [names] if isinstance(names, str) else names
     if chosen is None:
         chosen = find_block_lists(module)
@@ -31,20 +42,41 @@ def list_blocks(module: nn.Module, names: str | list[str] | None = None) -> list
                 ' at least two entries that hold parameters. Name it with blocks="path.to.list". A layer that is called'
                 " several times (ALBERT's) cannot be cut; then use pipeline_parallel_size=1."
             )
-    blocks: list[str] = []
-    for name in chosen:
+    return [block for name in chosen for block in _named(module, name)]
+
+
+def _named(module: nn.Module, name: str) -> list[str]:
+    """The blocks that one name stands for."""
+    try:
+        container = module.get_submodule(name)
+    except AttributeError:
         try:
-            container = module.get_submodule(name)
+            value = operator.attrgetter(name)(module)
         except AttributeError:
             known = ", ".join(find_block_lists(module)) or "none"
             raise ConfigurationError(
-                f"blocks={name!r} is not a module of {type(module).__name__}; use one of its lists of blocks: {known}."
+                f"blocks={name!r} is not a module, method or property of {type(module).__name__}; use one of its lists"
+                f" of blocks: {known}."
             ) from None
-        children = [child for child, _ in container.named_children()]
-        if not children:
-            raise ConfigurationError(f"blocks={name!r} is a {type(container).__name__} without entries.")
-        blocks += [f"{name}.{child}" if name else child for child in children]
-    return blocks
+        return _given(module, value() if callable(value) else value, f"blocks={name!r}")
+    children = [child for child, _ in container.named_children()]
+    if not children:
+        raise ConfigurationError(f"blocks={name!r} is a {type(container).__name__} without entries.")
+    return [f"{name}.{child}" if name else child for child in children]
+
+
+def _given(module: nn.Module, found: Any, what: str) -> list[str]:
+    """FQNs of the modules that a user's method or function returned."""
+    known = {part: name for name, part in module.named_modules()}
+    entries = list(found) if isinstance(found, Iterable) and not isinstance(found, (str, Mapping)) else []
+    names = [entry if isinstance(entry, str) else known.get(entry) for entry in entries]
+    strange = [entry for entry, name in zip(entries, names, strict=True) if name not in known.values()]
+    if not names or strange or len(set(names)) < len(names):
+        problem = f"{type(strange[0]).__name__} {strange[0]!r:.60} among them" if strange else f"got {found!r:.60}"
+        raise ConfigurationError(
+            f"{what} must return a list of {type(module).__name__}'s modules or of their names, each once; {problem}."
+        )
+    return [name for name in names if name is not None]
 
 
 def find_block_lists(module: nn.Module) -> list[str]:
