@@ -1,4 +1,4 @@
-"""Looking at a step must not take the memory of all of its values: models that need a pipeline have no room for them."""
+"""Looking at a step must not take the memory of all of its values: models that need a pipeline have no room for it."""
 
 from __future__ import annotations
 
