@@ -98,6 +98,36 @@ class Noisy(Pairs):
         return F.mse_loss(self.project(h), target)
 
 
+class Kept(Pairs):
+    """The loss uses what the last block keeps in an attribute, which is there for one micro-batch at a time."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.blocks = nn.ModuleList(KeepingLayer() for _ in range(4))
+
+    def of(self, z: Tensor, batch: Any) -> Tensor:
+        kept: Tensor = self.blocks[-1].kept
+        return F.mse_loss(z, batch["x"][:, :4]) + kept.mean()
+
+
+class KeepingLayer(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.kept = x.tanh()
+        return super().forward(x)
+
+
+def test_attributes_of_the_last_block_are_refused_on_the_whole_batch() -> None:
+    def train(rank: int, degrees: dict[str, Any]) -> str:
+        try:
+            trace(rank, lambda: Kept("kept"), ROWS, degrees)
+        except UnsupportedError as error:
+            return str(error)
+        return "trained"
+
+    assert run_ranks(2, train, PP2) == ["trained"] * 2
+    assert all("blocks.3 keeps in an attribute" in message for message in run_ranks(2, train, {**PP2, **WHOLE}))
+
+
 def test_noise_that_is_input_and_target_is_refused() -> None:
     def train(rank: int, kind: str) -> str:
         try:

@@ -69,3 +69,11 @@ def test_sizes_of_the_parts() -> None:
 def test_losses_that_are_not_finite_say_nothing() -> None:
     whole = MicrobatchLoss(value=torch.tensor(torch.nan), weight=2.0, rule="samples")
     assert disagreement(whole, [replace(whole, value=torch.tensor(1.0))] * 2) is None
+
+
+def test_the_tolerance_follows_the_precision() -> None:
+    whole = MicrobatchLoss(value=torch.tensor(1.0), weight=2.0, rule="samples")
+    parts = [replace(whole, value=torch.tensor(1.01), weight=1.0)] * 2
+    assert disagreement(whole, parts) is not None
+    assert disagreement(whole, parts, is_rounded=True) is None
+    assert disagreement(whole, [replace(part, value=torch.tensor(1.1)) for part in parts], is_rounded=True) is not None
