@@ -59,7 +59,7 @@ def choose_schedule(
             spec, per_rank = archived_schedule(vars(entry.settings))
             spec.table(strategy.layout.pipeline_parallel_size, num_microbatches, per_rank)
             if spec.splits_backward:
-                check_split_backward(spec.name, **strategy._per_block)
+                check_split_backward(spec.name, **strategy.settings.per_block)
             rate = entry.result.samples_per_second
             reason = f"{spec.name}: the fastest measured with these degrees, {rate:.4g} samples/s (entry {entry.id})"
             return ScheduleChoice(spec=spec, stages_per_rank=per_rank, reason=reason, entry_id=entry.id)
@@ -72,14 +72,14 @@ def choose_schedule(
 def _fastest_entry(strategy: Any, num_microbatches: int, size_per_data_rank: int | None) -> Entry | None:
     """What global rank 0 finds; an archive that cannot be read is passed over."""
     entry: Entry | None = None
-    if strategy.global_rank == 0 and strategy._archive is not None:
+    if strategy.global_rank == 0 and strategy.settings.archive is not None:
         layout = strategy.layout
         hardware = detect_hardware(
             strategy.root_device.type, num_devices=layout.world_size, num_nodes=strategy.num_nodes
         )
         try:
             entry = fastest_schedule(
-                Archive(strategy._archive).list(),
+                Archive(strategy.settings.archive).list(),
                 fingerprint_module(strategy.lightning_module),
                 hardware,
                 layout,
@@ -100,7 +100,7 @@ def _predicted(
     unknown = None
     if len(facts.blocks) < 2 * num_ranks:
         unknown = f"{len(facts.blocks)} blocks are too few for two stages on each of {num_ranks} ranks"
-    elif strategy._per_block["compile"] is not False:
+    elif strategy.settings.compile is not False:
         unknown = "no prediction for compiled blocks"
     elif strategy.layout.tensor_parallel_size > 1:
         unknown = "no prediction for blocks that tensor parallelism splits"
@@ -117,8 +117,8 @@ def _predicted(
             step,
             device,
             precision=strategy.precision_plugin.train_step_context,
-            prepare=lambda block: apply_per_block([block], **strategy._per_block),
-            splits=strategy.splits_backward,
+            prepare=lambda block: apply_per_block([block], **strategy.settings.per_block),
+            splits=strategy.choice.splits_backward,
         )
     except Exception as error:  # a block that does not run alone
         found = f"{type(error).__name__}: {error}"
@@ -128,7 +128,7 @@ def _predicted(
     transfers = strategy.all_gather_object(time_transfer(everywhere[0][1], group, device))
     times = average(times for times, _ in everywhere)
     forecasts = predict(
-        chain_of(facts), times, max(transfers), num_ranks, num_microbatches, splits=strategy.splits_backward
+        chain_of(facts), times, max(transfers), num_ranks, num_microbatches, splits=strategy.choice.splits_backward
     )
     chosen = fastest(forecasts)
     others = "".join(f", {f.spec.name} {1e3 * f.seconds:.4g} ms" for f in forecasts if f is not chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -13,13 +13,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_hybrid.archive import choose_degrees, detect_hardware, fingerprint_module
 from lightning_hybrid.errors import ArchiveError, ConfigurationError, UnsupportedError
 from lightning_hybrid.layout import Layout
+from lightning_hybrid.per_block import check_split_backward
 from lightning_hybrid.pipeline.blocks import list_blocks
 from lightning_hybrid.pipeline.schedule import ScheduleSpec, find_schedule
 from lightning_hybrid.pipeline.schedule_file import parse_schedule
+from lightning_hybrid.settings import Settings
 from lightning_hybrid.tensor_parallel.plan import build_tp_plan
 
+if TYPE_CHECKING:
+    from lightning_hybrid.run_choice import RunChoice
+
 __all__ = [
-    "Choice",
+    "ArchiveChoice",
     "archived_schedule",
     "can_run",
     "check_counts",
@@ -32,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ArchiveChoice:
     """Degrees and settings to start from."""
 
     layout: Layout
@@ -50,12 +55,12 @@ def choose_from_archive(
     num_nodes: int,
     broadcast: Callable[[Any], Any],
     accept: Callable[[Layout], bool],
-) -> Choice | None:
+) -> ArchiveChoice | None:
     """Return what global rank 0 finds in the archive, the same on all ranks; ``None`` if nothing fits. A collective.
 
     An archive that cannot be read is passed over with a warning: the others wait for rank 0's word.
     """
-    choice: Choice | None = None
+    choice: ArchiveChoice | None = None
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         hardware = detect_hardware(device.type, num_devices=num_devices, num_nodes=num_nodes)
         try:
@@ -64,10 +69,10 @@ def choose_from_archive(
             logger.warning("The archive is not used: %s", error)
             match = None
         if match is not None:
-            choice = Choice(
+            choice = ArchiveChoice(
                 layout=match.degrees, entry_id=match.entry.id, settings=vars(match.entry.settings), reason=match.reason
             )
-    result: Choice | None = broadcast(choice)
+    result: ArchiveChoice | None = broadcast(choice)
     return result
 
 
@@ -81,12 +86,12 @@ def archived_schedule(settings: Mapping[str, Any]) -> tuple[ScheduleSpec, int]:
     return spec, settings["options"].get("stages_per_rank", spec.stages_per_rank)
 
 
-def can_run(layout: Layout, module: Any, tp_plan: Any, blocks: Any, spec: ScheduleSpec) -> bool:
+def can_run(layout: Layout, module: Any, settings: Settings, spec: ScheduleSpec) -> bool:
     """Whether the module's heads and blocks allow these degrees."""
     try:
-        build_tp_plan(module, tp_plan, layout.tensor_parallel_size)
+        build_tp_plan(module, settings.tp_plan, layout.tensor_parallel_size)
         num_stages = spec.num_stages(layout.pipeline_parallel_size, spec.stages_per_rank)
-        return layout.pipeline_parallel_size == 1 or len(list_blocks(module, blocks)) >= num_stages
+        return layout.pipeline_parallel_size == 1 or len(list_blocks(module, settings.blocks)) >= num_stages
     except ConfigurationError:
         return False
 
@@ -115,16 +120,18 @@ def choose_stages_per_rank(spec: ScheduleSpec, stages_per_rank: Any) -> int:
     return int(stages_per_rank)
 
 
-def check_run(
-    layout: Layout, spec: ScheduleSpec, num_microbatches: Any, stages_per_rank: int, module: Any, precision: Any
-) -> None:
+def check_run(choice: RunChoice, module: Any, precision: Any) -> None:
     """Refuse combinations that cannot be equal to one process, before anything is built."""
+    layout, spec, num_microbatches = choice.layout, choice.spec, choice.num_microbatches
+    assert layout is not None
     pipeline = layout.pipeline_parallel_size
     if spec.sizes is not None and num_microbatches == "auto":
         num_microbatches = spec.sizes.num_microbatches
     if num_microbatches != "auto" and (pipeline > 1 or spec.sizes is not None):
-        spec.table(pipeline, num_microbatches, stages_per_rank)
+        spec.table(pipeline, num_microbatches, choice.stages_per_rank)
     if pipeline > 1:
+        if spec.splits_backward:
+            check_split_backward(spec.name, **choice.settings.per_block)
         if module is not None and not module.automatic_optimization:
             raise UnsupportedError(
                 "Manual optimization calls backward inside of training_step, which a pipeline schedule cannot cut."

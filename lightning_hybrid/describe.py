@@ -24,8 +24,8 @@ def describe_run(strategy: Any, part: Any, pipeline: Any) -> dict[str, Any]:
         "stages": {},
     }
     if part is not None and part.stages is not None:
-        mine = strategy._spec.stages_of_rank(
-            strategy.schedule_rank, layout.pipeline_parallel_size, strategy._stages_per_rank
+        mine = strategy.choice.spec.stages_of_rank(
+            strategy.schedule_rank, layout.pipeline_parallel_size, strategy.choice.stages_per_rank
         )
         held["stages"] = {stage: _stage(part.stages, stage) for stage in mine}
     return {
@@ -34,10 +34,10 @@ def describe_run(strategy: Any, part: Any, pipeline: Any) -> dict[str, Any]:
         "tensor_parallel_size": layout.tensor_parallel_size,
         "pipeline_parallel_size": layout.pipeline_parallel_size,
         "schedule": strategy.schedule,
-        "schedule_table": strategy._spec.text if layout.pipeline_parallel_size > 1 else None,
+        "schedule_table": strategy.choice.spec.text if layout.pipeline_parallel_size > 1 else None,
         "num_microbatches": strategy.num_microbatches,
         "num_stages": strategy.num_stages,
-        "stages_per_rank": strategy._stages_per_rank,
+        "stages_per_rank": strategy.choice.stages_per_rank,
         "holds": held,
     }
 

@@ -22,12 +22,13 @@ from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.materialize import MetaWeights, check_same_meta, on_meta
 from lightning_hybrid.mesh import data_mesh
-from lightning_hybrid.per_block import ActivationCheckpointing, apply_per_block
+from lightning_hybrid.per_block import apply_per_block
 from lightning_hybrid.pipeline.blocks import Blocks, find_block_lists, list_blocks
 from lightning_hybrid.pipeline.partition import partition_blocks
 from lightning_hybrid.pipeline.predict import chain_of
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.stage import Cut
+from lightning_hybrid.settings import Settings
 from lightning_hybrid.sharding import ShardedRoot, apply_sharding
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.check import check_plan
@@ -109,11 +110,7 @@ def parallelize(
     layout: Layout,
     mesh: DeviceMesh,
     device: torch.device,
-    blocks: Blocks,
-    tp_plan: Mapping[str, Any] | None,
-    reshard_after_forward: bool | None,
-    activation_checkpointing: ActivationCheckpointing,
-    compile: bool | Mapping[str, Any],
+    settings: Settings,
     first_step: FirstStep,
     seed: int,
     given: Collection[str] = (),
@@ -137,7 +134,8 @@ def parallelize(
         return Part(plan=build_tp_plan(nn.Module(), None, 1), cut=None, facts=None, stages=None, root=None, keys=keys)
     synchronise(module, device)
     weights = MetaWeights(module, seed, given) if on_meta(module) else None
-    plan = build_tp_plan(module, tp_plan, layout.tensor_parallel_size)
+    blocks = settings.blocks
+    plan = build_tp_plan(module, settings.tp_plan, layout.tensor_parallel_size)
     if layout.tensor_parallel_size > 1:
         calls = first_step.record(_units(module, blocks))
         plan = check_plan(module, mesh["tensor_parallel"], plan, calls)
@@ -160,9 +158,10 @@ def parallelize(
     module.to(device)
     units = [module.get_submodule(n) for n in (stages.blocks if stages is not None else _units(module, blocks))]
     held = [unit for unit in units if any(True for _ in unit.parameters())]
-    apply_per_block(held, activation_checkpointing=activation_checkpointing, compile=compile)
+    apply_per_block(held, **settings.per_block)
     if (shard_mesh := data_mesh(mesh)) is not None:
-        reshard = layout.pipeline_parallel_size == 1 if reshard_after_forward is None else reshard_after_forward
+        reshard = settings.reshard_after_forward
+        reshard = layout.pipeline_parallel_size == 1 if reshard is None else reshard
         root = apply_sharding(module, units, shard_mesh, reshard=reshard)
     return Part(plan=plan, cut=cut, facts=facts, stages=stages, root=root, keys=keys)
 

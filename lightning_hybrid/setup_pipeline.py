@@ -45,7 +45,7 @@ class PipelineSetup:
         self._tied: dict[tuple[int, ...], list[Parameter]] = {}
         self._tied_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._first: tuple[str, Any, tuple[Any, ...]] | None = None
-        self._splitter = BatchSplitter(strategy._unbatched)
+        self._splitter = BatchSplitter(strategy.settings.unbatched)
         self._num_samples: int | None = None
         self.num_microbatches = 1
 
@@ -64,18 +64,18 @@ class PipelineSetup:
         strategy, self._cut = self._strategy, cut
         name, batch, rest = self._first_batch()
         self.num_microbatches = self._choose_num_microbatches(batch if name == "training_step" else None)
-        cuts = name == "training_step" and not self._strategy._whole_batch_loss
+        cuts = name == "training_step" and not self._strategy.settings.whole_batch_loss
         part = self._splitter.split(batch, self.num_microbatches)[0][0] if cuts else batch
         facts = self._facts[name, outline_of(part)] = self._probe(name, part, rest)
-        if name == "training_step" and strategy.chooses_schedule:
+        if name == "training_step" and strategy.choice.chooses_schedule:
             self._choose_schedule(facts, lambda: self._module.training_step(part, *rest))
         return facts
 
     def choose_stages(self) -> tuple[int, list[int]]:
         """Return the number of stages, and those of this rank."""
         strategy = self._strategy
-        num_ranks, per_rank = strategy.layout.pipeline_parallel_size, strategy._stages_per_rank
-        return strategy.num_stages, strategy._spec.stages_of_rank(strategy.schedule_rank, num_ranks, per_rank)
+        num_ranks, per_rank = strategy.layout.pipeline_parallel_size, strategy.choice.stages_per_rank
+        return strategy.num_stages, strategy.choice.spec.stages_of_rank(strategy.schedule_rank, num_ranks, per_rank)
 
     def _choose_schedule(self, facts: StepFacts, step: Callable[[], Any]) -> None:
         """Give the strategy the schedule that should be fastest. A collective over the world."""
@@ -90,17 +90,18 @@ class PipelineSetup:
                 num_microbatches=self.num_microbatches,
                 size_per_data_rank=batch_size_of(self._first_batch()[1]),
             )
-        self._strategy.take_schedule(choice.spec, choice.stages_per_rank, choice.entry_id)
+        self._strategy.choice.take_schedule(choice.spec, choice.stages_per_rank, choice.entry_id)
         rank_zero_info(f"lightning_hybrid: schedule {choice.reason}")
 
     def finish(self, part: Part, clock: Clock) -> None:
         """Put the pipelined step together. A collective over the world."""
         strategy, stages = self._strategy, part.stages
         assert part.cut is not None and stages is not None
-        spec, num_ranks = strategy._spec, strategy.layout.pipeline_parallel_size
+        spec, num_ranks = strategy.choice.spec, strategy.layout.pipeline_parallel_size
         group = strategy.device_mesh["pipeline_parallel"].get_group()
         ranks = dist.get_process_group_ranks(group)
-        by_schedule = [ranks[spec.rank_at(rank, num_ranks, strategy._stages_per_rank)] for rank in range(num_ranks)]
+        per_rank = strategy.choice.stages_per_rank
+        by_schedule = [ranks[spec.rank_at(rank, num_ranks, per_rank)] for rank in range(num_ranks)]
         num_stages, mine = self.choose_stages()
         rank = PipelineRank(
             cut=part.cut,
@@ -124,13 +125,13 @@ class PipelineSetup:
             num_microbatches=self.num_microbatches,
             splitter=self._splitter,
             start_microbatch=strategy._random.start_microbatch,
-            stages_per_rank=strategy._stages_per_rank,
+            stages_per_rank=per_rank,
             device=strategy.root_device,
             probe=lambda name, batch, rest: call_inside(part.root, lambda: self._probe(name, batch, rest)),
             sync_tied=self._sync_tied,
             inside=lambda function: call_inside(part.root, function),
             quiet=lambda: quiet_step(self._module, self._trainer, set()),
-            whole_batch_loss=strategy._whole_batch_loss,
+            whole_batch_loss=strategy.settings.whole_batch_loss,
         )
         self.step.facts.update(self._facts)
         self._first = None
@@ -192,7 +193,7 @@ class PipelineSetup:
             )
         if name == "training_step":
             stacks = all(uses_default_collate(loader) for loader in combined.flattened)
-            self._splitter = BatchSplitter(self._strategy._unbatched, only_stacks=stacks)
+            self._splitter = BatchSplitter(self._strategy.settings.unbatched, only_stacks=stacks)
             self._num_samples = first_batch_size(combined.flattened[0]) if len(combined.flattened) == 1 else None
             firsts = [peek_first_batch(loader) for loader in combined.flattened]
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
@@ -204,11 +205,11 @@ class PipelineSetup:
     def _choose_num_microbatches(self, batch: Any) -> int:
         strategy = self._strategy
         pipeline = strategy.layout.pipeline_parallel_size
-        chosen, sizes = strategy._num_microbatches, strategy._spec.sizes
+        chosen, sizes = strategy.choice.num_microbatches, strategy.choice.spec.sizes
         num: int = chosen if isinstance(chosen, int) else sizes.num_microbatches if sizes else 2 * pipeline
         if batch is not None and (size := batch_size_of(batch)) < num and chosen == "auto":
             num = max(pipeline, size - size % pipeline)
-        strategy._spec.table(pipeline, num, strategy._stages_per_rank)  # refuses what the schedule cannot run
+        strategy.choice.table(strategy.layout, num)  # refuses what the schedule cannot run
         return num
 
     def _probe(self, name: str, part: Any, rest: tuple[Any, ...]) -> StepFacts:
@@ -227,7 +228,7 @@ class PipelineSetup:
                     " hooks collect inside of blocks (router logits, hidden states) is not either. Otherwise use"
                     " pipeline_parallel_size=1."
                 ) from error
-        whole = self._strategy._whole_batch_loss and name == "training_step"
+        whole = self._strategy.settings.whole_batch_loss and name == "training_step"
         if whole and facts.lingers:
             raise UnsupportedError(
                 f"The loss uses what {facts.blocks[-1]} keeps in an attribute, which is that of a micro-batch. With"
@@ -250,7 +251,7 @@ class PipelineSetup:
         strategy = self._strategy
         groups = {}
         for stage in range(1, strategy.num_stages):
-            ends = {by_schedule[strategy._spec.rank_of_stage(s, len(by_schedule))] for s in (stage - 1, stage)}
+            ends = {by_schedule[strategy.choice.spec.rank_of_stage(s, len(by_schedule))] for s in (stage - 1, stage)}
             for key in [("F", stage), ("B", stage - 1)] if len(ends) == 2 else []:
                 if (made := self._subgroup(group, ends)) is not None:
                     groups[key] = made
@@ -266,7 +267,7 @@ class PipelineSetup:
         """Group this rank's tied parameters by the pipeline ranks that hold them. A collective over the world."""
         strategy, stages = self._strategy, part.stages
         assert stages is not None
-        spec, num_ranks = strategy._spec, strategy.layout.pipeline_parallel_size
+        spec, num_ranks = strategy.choice.spec, strategy.layout.pipeline_parallel_size
         held = dict(self._module.named_parameters())
         found: dict[tuple[int, ...], list[str]] = {}
         for name, owners in stages.tied.items():

@@ -22,36 +22,23 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_hybrid.arguments import check_types
-from lightning_hybrid.choose import (
-    Choice,
-    archived_schedule,
-    can_run,
-    check_counts,
-    check_run,
-    choose_from_archive,
-    choose_stages_per_rank,
-)
+from lightning_hybrid.choose import can_run, check_run, choose_from_archive
 from lightning_hybrid.clock import Clock
 from lightning_hybrid.data import make_peekable, same_worker_seeds
 from lightning_hybrid.describe import describe_run, layout_table
-from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.evaluation import EvaluationHooks, refuse_too_few_samples
 from lightning_hybrid.launchers import HybridMultiProcessingLauncher
-from lightning_hybrid.layout import Coordinate, Layout, resolve_layout
+from lightning_hybrid.layout import Coordinate, Layout
 from lightning_hybrid.mesh import axis_group, build_mesh
 from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value
 from lightning_hybrid.parallelize import parallelize
-from lightning_hybrid.per_block import (
-    ActivationCheckpointing,
-    can_split_backward,
-    check_per_block,
-    check_split_backward,
-)
+from lightning_hybrid.per_block import ActivationCheckpointing
 from lightning_hybrid.pipeline.blocks import Blocks
-from lightning_hybrid.pipeline.schedule import ScheduleSpec, Table, find_schedule
+from lightning_hybrid.pipeline.schedule import Table
 from lightning_hybrid.pipeline.timeline import Mark
 from lightning_hybrid.randomness import StepRandomness, derive_seed, same_random_state
+from lightning_hybrid.run_choice import RunChoice
+from lightning_hybrid.settings import Settings
 from lightning_hybrid.setup_pipeline import PipelineSetup
 from lightning_hybrid.sharding import ShardedRoot, call_inside, reshard, set_gradient_sync
 
@@ -135,49 +122,30 @@ class Hybrid3DStrategy(EvaluationHooks):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._degrees: dict[str, Any] = {
-            "data_parallel_size": data_parallel_size,
-            "tensor_parallel_size": tensor_parallel_size,
-            "pipeline_parallel_size": pipeline_parallel_size,
-            "replicate_size": replicate_size,
-        }
-        check_counts({**self._degrees, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank})
-        check_types(
+        self.settings = Settings(
             blocks=blocks,
             unbatched=unbatched,
             whole_batch_loss=whole_batch_loss,
             tp_plan=tp_plan,
             reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=activation_checkpointing,
+            compile=compile,
             archive=archive,
             start_method=start_method,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        schedule = "GPipe" if whole_batch_loss and schedule == "auto" else schedule
-        self.chooses_schedule, self._whole_batch_loss = schedule == "auto", whole_batch_loss
-        self._spec = find_schedule("1F1B" if schedule == "auto" else schedule)
-        if self._spec.sizes is not None and pipeline_parallel_size == "auto":
-            self._degrees["pipeline_parallel_size"] = self._spec.sizes.num_ranks
-        if whole_batch_loss and not self._spec.forwards_first:
-            raise ConfigurationError(
-                f'whole_batch_loss=True needs all forwards before the first backward, but schedule="{self._spec.name}"'
-                ' mixes them; use schedule="GPipe" or "LoopedBFS".'
-            )
-        self._num_microbatches = num_microbatches
-        self._stages_per_rank = choose_stages_per_rank(self._spec, stages_per_rank)
-        self._blocks, self._tp_plan, self._reshard = blocks, tp_plan, reshard_after_forward
-        self._unbatched = unbatched
-        check_per_block(activation_checkpointing, compile)
-        self._per_block: dict[str, Any] = {"activation_checkpointing": activation_checkpointing, "compile": compile}
-        self._archive = None if archive is None else os.fspath(archive)
-        self._start_method = start_method
-        self._process_group_backend, self._timeout = process_group_backend, timeout
-        self._layout: Layout | None = None
+        degrees = {
+            "data_parallel_size": data_parallel_size,
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "replicate_size": replicate_size,
+        }
+        self.choice = RunChoice(self.settings, degrees, num_microbatches, schedule, stages_per_rank)
         self._pipeline: PipelineSetup | None = None
         self._random: StepRandomness | None = None
         self._clock = Clock(torch.device("cpu"))
         self._new_window, self._failed, self._seed = True, False, 0
-        self.started_from: str | None = None
         self.num_nodes = 1
 
     # ---- what callbacks and users may ask -------------------------------------------------------------------------
@@ -185,9 +153,12 @@ class Hybrid3DStrategy(EvaluationHooks):
     @property
     def layout(self) -> Layout:
         """The degrees of this run."""
-        if self._layout is None:
-            return resolve_layout(self.num_nodes * self.num_processes, **self._degrees)
-        return self._layout
+        return self.choice.resolve(self.num_nodes * self.num_processes)
+
+    @property
+    def started_from(self) -> str | None:
+        """Id of the archive entry that degrees or the schedule were taken from."""
+        return self.choice.started_from
 
     @property
     def coordinate(self) -> Coordinate:
@@ -197,31 +168,29 @@ class Hybrid3DStrategy(EvaluationHooks):
     @property
     def schedule(self) -> str:
         """torch's name of the schedule, or the file's; ``"none"`` without a pipeline."""
-        return self._spec.name if self.layout.pipeline_parallel_size > 1 else "none"
+        return self.choice.spec.name if self.layout.pipeline_parallel_size > 1 else "none"
 
     @property
     def tp_plan(self) -> Mapping[str, Any] | None:
         """The user's tensor plan."""
-        return self._tp_plan
+        return self.settings.tp_plan
 
     @property
     def num_stages(self) -> int:
         """Number of pipeline stages, virtual ones included."""
-        pipeline = self.layout.pipeline_parallel_size
-        return self._spec.num_stages(pipeline, self._stages_per_rank) if pipeline > 1 else 1
+        return self.choice.num_stages(self.layout)
 
     @property
     def num_microbatches(self) -> int:
         """Micro-batches of a full batch."""
         if self._pipeline is not None:
             return self._pipeline.num_microbatches
-        return self._num_microbatches if isinstance(self._num_microbatches, int) else 1
+        return self.choice.num_microbatches if isinstance(self.choice.num_microbatches, int) else 1
 
     @property
     def schedule_rank(self) -> int:
         """This rank's place in the schedule. Global rank 0 has the last stage, where the loss and the logging are."""
-        pipeline = self.layout.pipeline_parallel_size
-        return self._spec.rank_at(self.coordinate.pipeline, pipeline, self._stages_per_rank)
+        return self.choice.schedule_rank(self.layout, self.coordinate)
 
     @property
     def marks(self) -> list[Mark]:
@@ -234,8 +203,7 @@ class Hybrid3DStrategy(EvaluationHooks):
 
     def schedule_table(self, num_microbatches: int) -> Table:
         """Return the order of actions of every schedule rank."""
-        pipeline = self.layout.pipeline_parallel_size
-        return self._spec.table(pipeline, num_microbatches, self._stages_per_rank)
+        return self.choice.table(self.layout, num_microbatches)
 
     def describe(self) -> dict[str, Any]:
         """Return degrees, schedule and what this rank holds, as plain values."""
@@ -269,10 +237,10 @@ class Hybrid3DStrategy(EvaluationHooks):
         assert self.cluster_environment is not None
         if self.cluster_environment.creates_processes_externally:
             return
-        if self._start_method == "popen":
+        if self.settings.start_method == "popen":
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = HybridMultiProcessingLauncher(self, start_method=self._start_method)
+            self._launcher = HybridMultiProcessingLauncher(self, start_method=self.settings.start_method)
 
     def set_world_ranks(self) -> None:
         """Tell the environment and Lightning's logging which rank this is."""
@@ -285,70 +253,34 @@ class Hybrid3DStrategy(EvaluationHooks):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        backend = self.settings.process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         device = self.root_device if self.root_device.type != "cpu" else None
         assert self.cluster_environment is not None
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
-        if self._spec.sizes is not None:  # the file that global rank 0 read counts
-            self._spec, self._stages_per_rank, self._degrees = self.broadcast(
-                (self._spec, self._stages_per_rank, self._degrees)
-            )
-        self._layout = self._choose_layout()
-        check_run(
-            self._layout,
-            self._spec,
-            self._num_microbatches,
-            self._stages_per_rank,
-            self.lightning_module,
-            self.precision_plugin,
-        )
-        if self._layout.pipeline_parallel_size > 1 and self._spec.splits_backward:
-            check_split_backward(self._spec.name, **self._per_block)
-        self._mesh = build_mesh(self._layout, self.root_device.type)
+        _init_dist_connection(self.cluster_environment, backend, timeout=self.settings.timeout, device_id=device)
+        self.choice.share(self.broadcast)
+        self.choice.layout = self._choose_layout()
+        check_run(self.choice, self.lightning_module, self.precision_plugin)
+        self._mesh = build_mesh(self.layout, self.root_device.type)
         self._clock = Clock(self.root_device)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh  # what a configure_model for ModelParallelStrategy reads
 
     def _choose_layout(self) -> Layout:
         num_devices = self.num_nodes * self.num_processes
-        given = [name for name, value in self._degrees.items() if value != "auto" and name != "replicate_size"]
-        if not given and self._archive is not None and self._layout is None:
-            choice = choose_from_archive(
-                self._archive,
+        if self.choice.is_open and self.settings.archive is not None:
+            entry = choose_from_archive(
+                os.fspath(self.settings.archive),
                 self.lightning_module,
                 self.root_device,
                 num_devices,
                 num_nodes=self.num_nodes,
                 broadcast=self.broadcast,
-                accept=lambda layout: can_run(layout, self.lightning_module, self._tp_plan, self._blocks, self._spec),
+                accept=lambda layout: can_run(layout, self.lightning_module, self.settings, self.choice.spec),
             )
-            if choice is not None:
-                self._take_settings(choice)
-                rank_zero_info(f"lightning_hybrid: {choice.reason}")
-                return choice.layout
-        return self._layout or resolve_layout(num_devices, **self._degrees)
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether a schedule may run the gradients of inputs and of weights apart."""
-        return can_split_backward(**self._per_block)
-
-    def take_schedule(self, spec: ScheduleSpec, stages_per_rank: int, entry_id: str | None) -> None:
-        """Run this schedule, which an archive entry may have measured; called before anything is cut."""
-        self._spec, self._stages_per_rank = spec, stages_per_rank
-        self.started_from = self.started_from or entry_id
-
-    def _take_settings(self, choice: Choice) -> None:
-        self.started_from = choice.entry_id
-        if choice.layout.pipeline_parallel_size == 1:
-            return
-        num_microbatches = choice.settings["num_microbatches"]
-        if self.chooses_schedule and self._num_microbatches in ("auto", num_microbatches):
-            spec, per_rank = archived_schedule(choice.settings)
-            if self.splits_backward or not spec.splits_backward:
-                self._spec, self._stages_per_rank, self.chooses_schedule = spec, per_rank, False
-        if self._num_microbatches == "auto":
-            self._num_microbatches = num_microbatches
+            if entry is not None:
+                self.choice.take_entry(entry)
+                rank_zero_info(f"lightning_hybrid: {entry.reason}")
+        return self.choice.resolve(num_devices)
 
     @contextmanager
     @override
@@ -386,10 +318,7 @@ class Hybrid3DStrategy(EvaluationHooks):
             layout=layout,
             mesh=self.device_mesh,
             device=self.root_device,
-            blocks=self._blocks,
-            tp_plan=self._tp_plan,
-            reshard_after_forward=self._reshard,
-            **self._per_block,
+            settings=self.settings,
             first_step=setup,
             seed=self._seed,
             given=self._waiting_state[0].keys() if self._waiting_state is not None else (),
@@ -536,7 +465,7 @@ class Hybrid3DStrategy(EvaluationHooks):
             return
         reshard(self._root)
         module = self._lightning_module
-        if self._per_block["compile"] is not False:
+        if self.settings.compile is not False:
             self._lightning_module = None  # compiled code refers to its parameters: they stay where they are
         super().teardown()
         self._lightning_module = module

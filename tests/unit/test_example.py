@@ -112,6 +112,6 @@ def test_the_quick_start_of_the_readme_is_real_and_short() -> None:
     assert len(code.splitlines()) <= 15
     scope: dict[str, Any] = {"YourModule": LitGPT, "YourData": PythonTopics}
     exec(code.split("trainer = ")[0], scope)
-    plan = build_tp_plan(LitGPT(), scope["strategy"]._tp_plan, 2)
+    plan = build_tp_plan(LitGPT(), scope["strategy"].tp_plan, 2)
     assert {entry.name.rpartition(".")[2] for entry in plan.split} == set("qkvo")
     assert code.strip().endswith("trainer.fit(YourModule(), YourData())")

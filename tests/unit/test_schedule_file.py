@@ -146,6 +146,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_the_strategy_takes_degrees_from_the_rows(tmp_path: Path) -> None:
     (tmp_path / "own.csv").write_text(GOOD)
     strategy = Hybrid3DStrategy(schedule=tmp_path / "own.csv", tensor_parallel_size=1)
-    assert strategy._degrees["pipeline_parallel_size"] == 2
+    assert strategy.choice.degrees["pipeline_parallel_size"] == 2
     with pytest.raises(ConfigurationError, match=r'stages_per_rank=2.*own.csv.*use stages_per_rank="auto"'):
         Hybrid3DStrategy(schedule=tmp_path / "own.csv", stages_per_rank=2)

@@ -1,17 +1,20 @@
-"""The types of the strategy's arguments, refused where they are given: later they would fail far from their cause."""
+"""What the user set. Refused here where it cannot be meant: later it would fail far from its cause."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed import Backend
 
 from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.per_block import ActivationCheckpointing, check_per_block
+from lightning_hybrid.pipeline.blocks import Blocks
 
-__all__ = ["check_types"]
+__all__ = ["Settings"]
 
 #: For each argument whether a value can be meant, and what would be right.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -46,16 +49,37 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check_types(**arguments: Any) -> None:
-    """Refuse arguments of the strategy that cannot be meant.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Arguments of the strategy that nothing changes later; see :class:`~lightning_hybrid.Hybrid3DStrategy`.
 
     Raises:
         ConfigurationError: names the argument, its value, and what would be right.
     """
-    for name, value in arguments.items():
-        can_be_meant, right = _RULES[name]
-        if not can_be_meant(value):
-            raise ConfigurationError(f"{name}={value!r} must be {right}.")
+
+    blocks: Blocks
+    unbatched: Collection[str] | None
+    whole_batch_loss: bool
+    tp_plan: Mapping[str, Any] | None
+    reshard_after_forward: bool | None
+    activation_checkpointing: ActivationCheckpointing
+    compile: bool | Mapping[str, Any]
+    archive: str | os.PathLike[str] | None
+    start_method: Literal["popen", "fork", "spawn"]
+    process_group_backend: str | None
+    timeout: timedelta | None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            can_be_meant, right = _RULES.get(field.name, (lambda value: True, ""))
+            if not can_be_meant(value := getattr(self, field.name)):
+                raise ConfigurationError(f"{field.name}={value!r} must be {right}.")
+        check_per_block(**self.per_block)
+
+    @property
+    def per_block(self) -> dict[str, Any]:
+        """What is done to each block besides splitting it."""
+        return {"activation_checkpointing": self.activation_checkpointing, "compile": self.compile}
 
 
 def _are_names(value: Any) -> bool:
