@@ -56,7 +56,7 @@ class PipelineSetup:
         name, batch, rest = self._first_batch()
         if (size := batch_size_of(batch)) > 2 and self._strategy.layout.pipeline_parallel_size > 1:
             batch, _ = self._splitter.split(batch, -(-size // 2))[0]
-        with quiet_step(self._module, self._trainer, set()):
+        with quiet_step(self._module, self._trainer, set()), self._trainer.precision_plugin.forward_context():
             return record_calls(self._module, blocks, lambda: getattr(self._module, name)(batch, *rest))
 
     def probe(self, cut: Cut) -> StepFacts:
@@ -215,7 +215,7 @@ class PipelineSetup:
     def _probe(self, name: str, part: Any, rest: tuple[Any, ...]) -> StepFacts:
         assert self._cut is not None
         untouched = {inner for block in self._cut.blocks() for inner in block.modules()}
-        with quiet_step(self._module, self._trainer, untouched):
+        with quiet_step(self._module, self._trainer, untouched), self._trainer.precision_plugin.forward_context():
             try:
                 facts = self._cut.probe(lambda: getattr(self._module, name)(part, *rest))
             except HybridError:

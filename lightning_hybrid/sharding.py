@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 __all__ = ["ShardedRoot", "apply_sharding", "call_inside", "reduce_gradients", "reshard", "set_gradient_sync"]
 
@@ -40,13 +40,19 @@ def apply_sharding(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceM
         reshard: Whether a block's gathered parameters are freed after its forward (ZeRO-3) or kept until after its
             backward (ZeRO-2; with a pipeline, where each micro-batch would gather them again).
     """
-    tied = _shared_parameters(module)
+    tied, policy = _shared_parameters(module), _reduction(module)
     for block in blocks:
         if any(True for _ in block.parameters()) and not any(id(p) in tied for p in block.parameters()):
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     root = ShardedRoot(module)
-    fully_shard(root, mesh=mesh, reshard_after_forward=False)
+    fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     return root
+
+
+def _reduction(module: nn.Module) -> MixedPrecisionPolicy:
+    """16-bit gradients are accumulated and reduced in fp32, then rounded once. Nothing else is cast."""
+    is_short = any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_short else None, cast_forward_inputs=False)
 
 
 def _shared_parameters(module: nn.Module) -> set[int]:

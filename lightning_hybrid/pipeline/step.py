@@ -81,7 +81,7 @@ class PipelineRank:
         self.cut, self.spec, self.rank, self.num_ranks = cut, spec, rank, num_ranks
         self.stages, self.num_stages = stages, num_stages
         self.channels, self.clock, self._inside = channels, clock, inside
-        self.activations = Activations(channels, device)
+        self.activations, self._device = Activations(channels, device), device
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._local: dict[tuple[str, int, int], list[Tensor]] = {}
         self._outputs: list[Any] = []
@@ -111,7 +111,8 @@ class PipelineRank:
                 if action.kind is Kind.FORWARD:
                     self._forward(action, inputs)
                 else:
-                    self._backward(action)
+                    with torch.autocast(self._device.type, enabled=False):  # as in one process, after the step
+                        self._backward(action)
         except Exception as error:
             place = f"while pipeline rank {self.rank} ran action {self.now} (stage, kind, micro-batch)"
             if hasattr(error, "add_note"):
