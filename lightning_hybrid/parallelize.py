@@ -43,8 +43,8 @@ class FirstStep(Protocol):
     def probe(self, cut: Cut) -> StepFacts:
         """Run it on holes."""
 
-    def choose_stages(self) -> tuple[int, list[int]]:
-        """After the probe: settle the schedule; return the number of stages, and those of this rank."""
+    def choose_stages(self) -> tuple[list[int], int]:
+        """Return for each stage the schedule rank that runs it, and this rank's place in the schedule."""
 
     def record(self, blocks: list[str]) -> Mapping[str, Any]:
         """Run it for real up to the blocks; return the arguments of one block of each kind."""
@@ -144,8 +144,9 @@ def parallelize(
     if layout.pipeline_parallel_size > 1:
         cut = Cut(module, list_blocks(module, blocks))
         facts = first_step.probe(cut)
-        num_stages, mine = first_step.choose_stages()
-        stages = map_stages(module, cut, facts, num_stages)
+        placement, here = first_step.choose_stages()
+        mine = [stage for stage, rank in enumerate(placement) if rank == here]
+        stages = map_stages(module, cut, facts, placement)
     keys = StateKeys.of(module, lambda name: stages is None or stages.owner_of(name) in mine)
     if cut is not None and stages is not None:
         cut.hold(stages.parameters_of(mine))
@@ -178,14 +179,14 @@ def synchronise(module: nn.Module, device: torch.device) -> None:
             tensor.copy_(carrier)
 
 
-def map_stages(module: nn.Module, cut: Cut, facts: StepFacts, num_stages: int) -> StageMap:
-    """Decide which stage holds which blocks and parameters. Pure; the same on all ranks."""
+def map_stages(module: nn.Module, cut: Cut, facts: StepFacts, placement: list[int]) -> StageMap:
+    """Decide which stage holds which blocks and parameters, given each stage's rank. Pure; the same on all ranks."""
     chain = chain_of(facts)
     costs, before, after = list(chain.blocks), chain.before, chain.after
     cut_by = "floating point operations" if any(costs) else "parameters"
     if not any(costs):  # nothing that is counted as arithmetic
         costs = [float(sum(p.numel() for p in module.get_submodule(name).parameters())) for name in facts.blocks]
-    ranges = partition_blocks(costs, num_stages, before=before, after=after)
+    ranges = partition_blocks(costs, len(placement), before=before, after=after, placement=placement)
     stage_of_block = [stage for stage, blocks in enumerate(ranges) for _ in blocks]
     owners: dict[str, set[int]] = {name: set() for name in cut.parameter_names.values()}
     for index, name in enumerate(facts.blocks):
@@ -208,7 +209,7 @@ def map_stages(module: nn.Module, cut: Cut, facts: StepFacts, num_stages: int) -
         cut_by=cut_by,
         num_parameters=tuple(
             sum(sizes[name] for name, found in stages_of_parameter.items() if stage in found)
-            for stage in range(num_stages)
+            for stage in range(len(placement))
         ),
         stages_of_parameter=stages_of_parameter,
     )

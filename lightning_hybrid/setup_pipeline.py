@@ -71,11 +71,11 @@ class PipelineSetup:
             self._choose_schedule(facts, lambda: self._module.training_step(part, *rest))
         return facts
 
-    def choose_stages(self) -> tuple[int, list[int]]:
-        """Return the number of stages, and those of this rank."""
+    def choose_stages(self) -> tuple[list[int], int]:
+        """Return for each stage the schedule rank that runs it, and this rank's place in the schedule."""
         strategy = self._strategy
-        num_ranks, per_rank = strategy.layout.pipeline_parallel_size, strategy.choice.stages_per_rank
-        return strategy.num_stages, strategy.choice.spec.stages_of_rank(strategy.schedule_rank, num_ranks, per_rank)
+        pipeline, choice = strategy.layout.pipeline_parallel_size, strategy.choice
+        return choice.spec.ranks_of_stages(pipeline, choice.stages_per_rank), strategy.schedule_rank
 
     def _choose_schedule(self, facts: StepFacts, step: Callable[[], Any]) -> None:
         """Give the strategy the schedule that should be fastest. A collective over the world."""
@@ -102,15 +102,15 @@ class PipelineSetup:
         ranks = dist.get_process_group_ranks(group)
         per_rank = strategy.choice.stages_per_rank
         by_schedule = [ranks[spec.rank_at(rank, num_ranks, per_rank)] for rank in range(num_ranks)]
-        num_stages, mine = self.choose_stages()
+        placement, here = self.choose_stages()
         rank = PipelineRank(
             cut=part.cut,
             spec=spec,
-            rank=strategy.schedule_rank,
+            rank=here,
             num_ranks=num_ranks,
-            stages={stage: stages.ranges[stage] for stage in mine},
-            num_stages=num_stages,
-            channels=Channels(group, by_schedule, num_stages, self._groups_of_boundaries(group, by_schedule)),
+            stages={stage: stages.ranges[stage] for stage, rank in enumerate(placement) if rank == here},
+            num_stages=len(placement),
+            channels=Channels(group, by_schedule, len(placement), self._groups_of_boundaries(group, by_schedule)),
             device=strategy.root_device,
             clock=clock,
             inside=lambda function: call_inside(part.root, function),

@@ -22,7 +22,7 @@ __all__ = ["GAIN", "Chain", "Forecast", "Times", "average", "fastest", "predict"
 
 #: What another schedule must save before it is preferred to 1F1B, which keeps the fewest activations.
 GAIN = 0.03
-_CANDIDATES = ("1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
+_CANDIDATES = ("1f1b", "eager1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def predict(
         sizes = (num_ranks, num_microbatches, spec.stages_per_rank)
         num_stages = spec.num_stages(num_ranks, spec.stages_per_rank)
         if num_stages <= len(chain.blocks) and not spec.problem(*sizes) and (splits or not spec.splits_backward):
-            timeline = simulate(spec.table(*sizes), _durations(spec, chain, times, num_stages), transfer=transfer)
+            timeline = simulate(spec.table(*sizes), _durations(spec, chain, times, num_ranks), transfer=transfer)
             start, end = window(timeline)
             found.append(Forecast(spec=spec, seconds=end - start))
     if not found or found[0].spec.name != "1F1B":
@@ -103,11 +103,13 @@ def fastest(forecasts: Sequence[Forecast]) -> Forecast:
     return best if best.seconds < (1 - GAIN) * forecasts[0].seconds else forecasts[0]
 
 
-def _durations(spec: ScheduleSpec, chain: Chain, times: Times, num_stages: int) -> dict[tuple[str, int], float]:
+def _durations(spec: ScheduleSpec, chain: Chain, times: Times, num_ranks: int) -> dict[tuple[str, int], float]:
     """Seconds of every (kind, stage); the halves of a backward as :mod:`lightning_hybrid.pipeline.step` runs them."""
     durations: dict[tuple[str, int], float] = {}
     total = sum(chain.blocks) + chain.before + chain.after
-    ranges = partition_blocks(chain.blocks, num_stages, before=chain.before, after=chain.after)
+    placement = spec.ranks_of_stages(num_ranks, spec.stages_per_rank)
+    num_stages = len(placement)
+    ranges = partition_blocks(chain.blocks, num_stages, before=chain.before, after=chain.after, placement=placement)
     for stage, blocks in enumerate(ranges):
         work = sum(chain.blocks[i] for i in blocks)
         work += chain.before * (stage == 0) + chain.after * (stage == num_stages - 1)

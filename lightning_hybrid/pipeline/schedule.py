@@ -100,10 +100,14 @@ class ScheduleSpec:
         """Return the schedule rank that runs ``stage``."""
         return self.placement(stage, num_ranks)
 
+    def ranks_of_stages(self, num_ranks: int, stages_per_rank: int) -> list[int]:
+        """Return for each stage the schedule rank that runs it."""
+        return [self.rank_of_stage(stage, num_ranks) for stage in range(self.num_stages(num_ranks, stages_per_rank))]
+
     def stages_of_rank(self, rank: int, num_ranks: int, stages_per_rank: int) -> list[int]:
         """Return the stages that a schedule rank runs, in ascending order."""
-        stages = range(self.num_stages(num_ranks, stages_per_rank))
-        return [stage for stage in stages if self.rank_of_stage(stage, num_ranks) == rank]
+        ranks = self.ranks_of_stages(num_ranks, stages_per_rank)
+        return [stage for stage, found in enumerate(ranks) if found == rank]
 
     def rank_at(self, coordinate: int, num_ranks: int, stages_per_rank: int) -> int:
         """Return the schedule rank at a pipeline coordinate, and the coordinate of a schedule rank: its own inverse.
@@ -178,14 +182,15 @@ def _gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Table
     }
 
 
-def _one_forward_one_backward(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Table:
+def _one_forward_one_backward(num_ranks: int, num_microbatches: int, stages_per_rank: int, *, ahead: int = 0) -> Table:
     """Warm up until the first backward can come, then alternate (https://arxiv.org/abs/2006.09503).
 
+    ``ahead`` is how many more forwards all ranks but the last begin with (https://arxiv.org/abs/2211.05322).
     Written here because the order that torch 2.13 gives for pictures counts the last rank's forwards from 1.
     """
     table: Table = {}
     for rank in range(num_ranks):
-        warmup = min(num_ranks - 1 - rank, num_microbatches)
+        warmup = min(num_ranks - 1 - rank + ahead * (rank < num_ranks - 1), num_microbatches)
         actions = [Action(Kind.FORWARD, rank, mb) for mb in range(warmup)]
         for mb in range(num_microbatches):
             if warmup + mb < num_microbatches:
@@ -207,6 +212,12 @@ SCHEDULES: dict[str, ScheduleSpec] = {
     for spec in (
         ScheduleSpec(name="GPipe", build=_gpipe, forwards_first=True),
         ScheduleSpec(name="1F1B", build=_one_forward_one_backward, problem=_at_least_ranks),
+        ScheduleSpec(
+            # keeps one micro-batch more, and need not wait for messages or for a slower first micro-batch behind it
+            name="Eager1F1B",
+            build=partial(_one_forward_one_backward, ahead=1),
+            problem=_at_least_ranks,
+        ),
         ScheduleSpec(
             name="Interleaved1F1B",
             build=partial(_torch_order, "Interleaved1F1B"),

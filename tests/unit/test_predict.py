@@ -67,7 +67,7 @@ def test_heavy_ends_count() -> None:
 
 
 def test_only_what_can_run_is_looked_at() -> None:
-    assert set(seconds(replace(EVEN, blocks=[1.0] * 3, num_inputs=[1] * 3), IDEAL)) == {"1F1B"}
+    assert set(seconds(replace(EVEN, blocks=[1.0] * 3, num_inputs=[1] * 3), IDEAL)) == {"1F1B", "Eager1F1B"}
     assert "Interleaved1F1B" not in seconds(EVEN, IDEAL, microbatches=5)
     assert "DualPipeV" not in seconds(EVEN, IDEAL, ranks=4, microbatches=4)
     with pytest.raises(ConfigurationError, match="1 micro-batches on 2 ranks"):
@@ -134,4 +134,4 @@ def test_other_runs_do_not_count() -> None:
 
 def test_without_split_backwards() -> None:
     names = {f.spec.name for f in predict(EVEN, IDEAL, 0.0, 2, 8, splits=False)}
-    assert names == {"1F1B", "Interleaved1F1B"}
+    assert names == {"1F1B", "Eager1F1B", "Interleaved1F1B"}
