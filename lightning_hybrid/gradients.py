@@ -14,9 +14,21 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-__all__ = ["GradientLedger"]
+__all__ = ["GradientLedger", "zeroes_unseen"]
+
+
+def zeroes_unseen(trainer: Any) -> bool:
+    """Whether Lightning erases the last window's gradients before anybody could look at them.
+
+    Then they need not be kept while a pipelined step makes new ones.
+    """
+    module = trainer.lightning_module
+    if is_overridden("optimizer_zero_grad", module) or is_overridden("on_before_zero_grad", module):
+        return False
+    return not any(is_overridden("on_before_zero_grad", callback) for callback in trainer.callbacks)
 
 
 class GradientLedger:

@@ -27,6 +27,7 @@ from lightning_hybrid.clock import Clock
 from lightning_hybrid.data import make_peekable, same_worker_seeds
 from lightning_hybrid.describe import describe_run, layout_table
 from lightning_hybrid.evaluation import EvaluationHooks, refuse_too_few_samples
+from lightning_hybrid.gradients import zeroes_unseen
 from lightning_hybrid.launchers import HybridMultiProcessingLauncher
 from lightning_hybrid.layout import Coordinate, Layout
 from lightning_hybrid.mesh import axis_group, build_mesh
@@ -386,6 +387,9 @@ class Hybrid3DStrategy(EvaluationHooks):
         if self._new_window:
             self._clock.clear()
             self._new_window = False
+            assert self.lightning_module is not None
+            if self._pipeline is not None and zeroes_unseen(self.lightning_module.trainer):
+                self.lightning_module.zero_grad()
         self._check_even_training()
         with self.precision_plugin.train_step_context(), self._step_randomness():
             if self._pipeline is not None:

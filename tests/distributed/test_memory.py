@@ -139,6 +139,47 @@ def test_memory_does_not_grow_over_steps(degrees: tuple[int, int, int]) -> None:
         assert len(set(one["number"][1:])) == 1, one["number"]
 
 
+class WithinStep(L.Callback):
+    """Notes bytes of live memory when a step has run, before Lightning erases the gradients of the step before."""
+
+    found: int
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        step = trainer.strategy._pipeline.step
+        train = step.train
+
+        def watched(*args: Any) -> Any:
+            output = train(*args)
+            self.found = sum(live().values())
+            return output
+
+        step.train = watched
+
+
+class Looks(WithinStep):
+    """Also looks at the gradients before they are erased, so these must be kept."""
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step:
+            assert all(p.grad is not None for p in pl_module.parameters())
+
+
+def bytes_within_step(rank: int, kind: type[WithinStep]) -> int:
+    gc.freeze()
+    watch = kind()
+    strategy = Hybrid3DStrategy(data_parallel_size=1, pipeline_parallel_size=2, archive=None)
+    trainer = L.Trainer(devices=2, strategy=strategy, max_steps=3, callbacks=[watch], **QUIET)
+    trainer.fit(Lit(), DataLoader(torch.randn(12, WIDTH), batch_size=4))
+    return watch.found
+
+
+def test_a_step_needs_no_fifth_copy() -> None:
+    """Gradients of the step before are gone while new ones are made, unless somebody wants to look at them."""
+    copy = NUM_BLOCKS // 2 * bytes_of_block()
+    assert all(COPIES - 0.1 < found / copy < COPIES + 0.3 for found in run_ranks(2, bytes_within_step, WithinStep))
+    assert all(found / copy > COPIES + 0.9 for found in run_ranks(2, bytes_within_step, Looks))
+
+
 def remember_every_loss() -> None:
     step = Lit.training_step
 
