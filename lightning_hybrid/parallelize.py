@@ -28,6 +28,7 @@ from lightning_hybrid.pipeline.partition import partition_blocks
 from lightning_hybrid.pipeline.predict import chain_of
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.stage import Cut
+from lightning_hybrid.randomness import SHARES
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.sharding import ShardedRoot, apply_sharding
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
@@ -138,7 +139,7 @@ def parallelize(
     plan = build_tp_plan(module, settings.tp_plan, layout.tensor_parallel_size)
     if layout.tensor_parallel_size > 1:
         calls = first_step.record(_units(module, blocks))
-        plan = check_plan(module, mesh["tensor_parallel"], plan, calls)
+        plan = check_plan(module, mesh["tensor_parallel"], plan, calls, is_compiled=settings.compile is not False)
     cut, facts, stages, root = None, None, None, None
     mine = [0]
     if layout.pipeline_parallel_size > 1:
@@ -159,6 +160,8 @@ def parallelize(
     module.to(device)
     units = [module.get_submodule(n) for n in (stages.blocks if stages is not None else _units(module, blocks))]
     held = [unit for unit in units if any(True for _ in unit.parameters())]
+    for unit in held if layout.tensor_parallel_size > 1 else ():
+        unit.register_forward_hook(lambda *_: SHARES.close())  # where no row-wise layer did
     apply_per_block(held, **settings.per_block)
     if (shard_mesh := data_mesh(mesh)) is not None:
         reshard = settings.reshard_after_forward

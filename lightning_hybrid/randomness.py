@@ -1,16 +1,23 @@
 """Random streams: data the same in a tensor/pipeline group, dropout as each axis wants it.
 
-[Note: three streams]
+[Note: streams]
 What runs outside of a step (shuffling, augmentation in the main process, worker seeds) must draw the same numbers on
 all ranks of a data coordinate. A step must draw others on other data ranks. And within a pipelined step, code outside
 of the model's parts (noise that is added to the input and is the target too) must draw the same on all stages, which
-run different amounts of it, while dropout inside of a stage's blocks is the stage's own. So
+run different amounts of it. So
 
 * a step runs on a stream of its own, put in place for the step and taken out afterwards;
 * in a pipeline, each micro-batch starts that stream anew from a seed that all stages derive alike;
-* the parts of the model that a stage runs draw from the stage's stream.
+* each call of a part of the model takes one number from that stream, on stages that leave the part out too, and the
+  part draws from a stream that starts with it. So a block's masks do not depend on which stage it is on.
 
-Tensor ranks agree in all three.
+[Note: shares draw for themselves]
+Tensor ranks agree in all of these, so replicated activations get the same masks. Between a column-wise layer's output
+and the next row-wise layer's input each rank holds other features or heads: there, a stream is in place that starts
+from the surrounding one and the tensor rank.
+
+Every stream follows from the state of the one around it: when a checkpoint restores that state and runs the code again
+in the backward, all masks are repeated.
 """
 
 from __future__ import annotations
@@ -18,14 +25,24 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["StepRandomness", "derive_seed", "random_mark", "random_state", "restore_random_state", "same_random_state"]
+__all__ = [
+    "SHARES",
+    "ShareStream",
+    "StepRandomness",
+    "derive_seed",
+    "random_mark",
+    "random_state",
+    "restore_random_state",
+    "same_random_state",
+]
 
 
 def derive_seed(*parts: Any) -> int:
@@ -63,50 +80,115 @@ def same_random_state(group: dist.ProcessGroup) -> None:
 class StepRandomness:
     """The random streams inside of steps."""
 
-    def __init__(self, seed: int, stage: int, device: torch.device) -> None:
-        """``seed`` is the data coordinate's; ``stage`` tells pipeline ranks apart."""
-        self._seed = seed
-        self._device = device if device.type == "cuda" else None
-        surrounding = self._read()
-        torch.manual_seed(derive_seed(seed, "stage", stage))
-        self._stage = self._read()
-        self._write(surrounding)
+    def __init__(self, seed: int, device: torch.device) -> None:
+        """``seed`` is the data coordinate's."""
+        self._seed, self._device = seed, device
+        surrounding = _read(device)
+        _start(derive_seed(seed, "steps"), device)
+        self._steps = _read(device)
+        _write(surrounding, device)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Draw from the stage's stream within the ``with`` block; the surrounding stream stays where it is."""
-        surrounding = self._read()
-        self._write(self._stage)
+        """Around a step without a pipeline: draw from the steps' stream; the surrounding one stays where it is."""
+        surrounding = _read(self._device)
+        _write(self._steps, self._device)
         try:
             yield
         finally:
-            self._stage = self._read()
-            self._write(surrounding)
+            SHARES.close()
+            self._steps = _read(self._device)
+            _write(surrounding, self._device)
 
     @contextmanager
     def pipelined(self) -> Iterator[None]:
         """Around a pipelined step: whatever it draws, the surrounding streams stay where they are."""
-        surrounding, others = self._read(), random_state()
+        surrounding, others = _read(self._device), random_state()
         try:
             yield
         finally:
             restore_random_state(others)
-            self._write(surrounding)
+            _write(surrounding, self._device)
+
+    def part(self) -> AbstractContextManager[None]:
+        """At the call of a part of the model; in the ``with`` block it draws from its own stream.
+
+        To be called on every stage, whether it runs the part or not: a number is taken from the surrounding stream.
+        """
+        return self._from(_draw())
+
+    @contextmanager
+    def _from(self, seed: int) -> Iterator[None]:
+        surrounding = _read(self._device)
+        _start(seed, self._device)
+        try:
+            yield
+        finally:
+            _write(surrounding, self._device)
 
     def start_microbatch(self, *position: int) -> None:
         """Start the stream that all stages share, from the step's and the micro-batch's number."""
         seed = derive_seed(self._seed, *position)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed also queues a call for each device not in use
-        if self._device is not None:
-            torch.cuda.manual_seed(seed)
+        _start(seed, self._device)
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
 
-    def _read(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        return states if self._device is None else [*states, torch.cuda.get_rng_state(self._device)]
 
-    def _write(self, state: list[torch.Tensor]) -> None:
-        torch.set_rng_state(state[0])
-        if self._device is not None:
-            torch.cuda.set_rng_state(state[1], self._device)
+class ShareStream:
+    """The stream of what each tensor rank draws for its own share of a tensor; see the note above."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cpu")
+        self._seed: int | None = None
+        self._fresh: list[Tensor] = []
+        self._surrounding: list[list[Tensor]] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is in place. Whoever put other states in place (a checkpoint's recomputation) has closed it."""
+        return self._seed is not None and self._seed == torch.initial_seed()
+
+    def open(self, rank: int, device: torch.device) -> None:
+        """Put the stream of this tensor rank in place, unless it is."""
+        if torch.compiler.is_compiling() or self.is_open:
+            return
+        before = _read(device)
+        self._device, self._seed = device, derive_seed(_draw(), "share", rank)
+        self._surrounding = [before, _read(device)]
+        _start(self._seed, device)
+        self._fresh = _read(device)
+
+    def close(self) -> None:
+        """Go back to the surrounding stream, one number further if anything was drawn since."""
+        if torch.compiler.is_compiling():
+            return
+        if self.is_open:
+            pairs = zip(self._fresh, _read(self._device), strict=True)
+            drawn = any(not torch.equal(fresh, now) for fresh, now in pairs)
+            _write(self._surrounding[drawn], self._device)
+        self._seed = None
+
+
+#: Of this process, as torch's generators are.
+SHARES = ShareStream()
+
+
+def _draw() -> int:
+    return int(torch.randint(2**62, (), device="cpu"))
+
+
+def _start(seed: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also queues a call for each device not in use
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def _read(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _write(state: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)

@@ -116,7 +116,7 @@ class PipelineSetup:
             inside=lambda function: call_inside(part.root, function),
         )
         self._find_tied(part, group, by_schedule)
-        part.cut.inside = strategy._random.active
+        part.cut.inside = strategy._random.part
         self.step = PipelinedStep(
             module=self._module,
             root=part.root,

@@ -343,8 +343,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         for axis in ("pipeline_parallel", "tensor_parallel"):
             same_random_state(self.device_mesh[axis].get_group())
         if self._random is None:
-            here = self.coordinate
-            self._random = StepRandomness(derive_seed(self._seed, here.data), here.pipeline, self.root_device)
+            self._random = StepRandomness(derive_seed(self._seed, self.coordinate.data), self.root_device)
 
     def _hook_precision(self) -> None:
         """Clipping goes by one norm over all axes, whoever calls it."""

@@ -342,6 +342,7 @@ class Cut:
                 " pipeline stage cannot be reached. Call the model inside of a step, or use pipeline_parallel_size=1."
             )
         self._check_order(run, part, index)
+        inside = self.inside()  # for a hole too: it counts the calls
         if run.joins and index == run.first and not run.entered:
             return run.join(args, kwargs, self._holes[part](args, kwargs))
         if index == run.first and run.first > 0:
@@ -352,7 +353,7 @@ class Cut:
             raise _StageDone(run.leave(args, kwargs))
         else:
             args, kwargs = run.substitute(args, kwargs)
-        with self.inside():
+        with inside:
             output = call(*args, **kwargs)
         if run.captures and index == len(self._indices) - 1:
             run.captures = False  # when it is called again to recompute activations, it returns

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
+from lightning_hybrid.tensor_parallel.draws import wrong_draws
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan
 
 __all__ = ["BlockCheck", "check_block", "check_plan", "record_calls"]
@@ -63,7 +64,12 @@ class BlockCheck:
 
 
 def check_plan(
-    module: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan, calls: Mapping[str, Call]
+    module: nn.Module,
+    mesh: DeviceMesh,
+    plan: TensorParallelPlan,
+    calls: Mapping[str, Call],
+    *,
+    is_compiled: bool = False,
 ) -> TensorParallelPlan:
     """Run one block of each kind whole and split; return the plan, mended where measurement says how.
 
@@ -76,9 +82,11 @@ def check_plan(
         plan: what to check.
         calls: by FQN of a block, arguments it is called with. Tensors that require a gradient are replaced by random
             ones of their shape, all others (masks, positions, rotary tables) are used as they are.
+        is_compiled: whether blocks will be compiled.
 
     Raises:
-        ConfigurationError: if a split block fails or differs; the message says in what, and what to do.
+        ConfigurationError: if a split block fails, differs, or draws random numbers (dropout) in the wrong place; the
+            message says in what, and what to do.
     """
     seen: set[Any] = set()
     for name, call in calls.items() if mesh.size() > 1 else ():
@@ -87,10 +95,10 @@ def check_plan(
         if kind in seen or not part.split:
             continue
         seen.add(kind)
-        found = _check_one(name, module.get_submodule(name), mesh, part, call)
+        found = _check_one(name, module.get_submodule(name), mesh, part, call, is_compiled)
         if found.partial:
             plan = _sum_gradients(module, plan, name, found.partial)
-            found = _check_one(name, module.get_submodule(name), mesh, plan.within(name), call)
+            found = _check_one(name, module.get_submodule(name), mesh, plan.within(name), call, is_compiled)
         if found.wrong:
             raise ConfigurationError(_differs(name, part, found))
     return plan
@@ -178,7 +186,9 @@ def check_block(whole: nn.Module, split: nn.Module, args: Any, kwargs: Any, mesh
     )
 
 
-def _check_one(name: str, block: nn.Module, mesh: DeviceMesh, part: TensorParallelPlan, call: Call) -> BlockCheck:
+def _check_one(
+    name: str, block: nn.Module, mesh: DeviceMesh, part: TensorParallelPlan, call: Call, is_compiled: bool
+) -> BlockCheck:
     """Check one block on copies, in fp32 where the block can (else in its own dtype)."""
     own = next(block.parameters()).dtype
     for dtype in dict.fromkeys((torch.float32, own)):
@@ -191,9 +201,12 @@ def _check_one(name: str, block: nn.Module, mesh: DeviceMesh, part: TensorParall
             continue
         apply_tensor_parallel(split, mesh, part)
         try:
-            return check_block(whole, split, *call, mesh)
+            found = check_block(whole, split, *call, mesh)
         except Exception as error:
             raise ConfigurationError(_fails(name, part, error)) from error
+        if problem := wrong_draws(whole, split, *_random_inputs(call, dtype), is_compiled=is_compiled):
+            raise ConfigurationError(f"In the block {name!r} {problem}. {_DRAW_REMEDY}")
+        return found
     logger.warning("The tensor parallel plan of %s was not checked: the block did not run alone (%s).", name, reason)
     return BlockCheck(output=0.0, inputs=0.0, gradients={}, tolerance=0.0)
 
@@ -289,6 +302,9 @@ _REMEDY = (
     " instead), or one linear for query, key and value (or for gate and up), which cannot be cut contiguously. Keep"
     ' these layers "whole" in tp_plan, change the block, or use tensor_parallel_size=1.'
 )
+
+
+_DRAW_REMEDY = 'Keep the layers around it "whole" in tp_plan, set that dropout to 0, or use tensor_parallel_size=1.'
 
 
 def _fails(name: str, part: TensorParallelPlan, error: Exception) -> str:

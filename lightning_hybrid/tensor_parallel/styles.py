@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_hybrid.randomness import SHARES
 from lightning_hybrid.tensor_parallel.collectives import (
     enter_split,
     gather_features,
@@ -76,7 +77,12 @@ class SplitStyle:
         return method(self, module, forward, *args, **kwargs)
 
     def colwise(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
-        """Whole input, split output."""
+        """Whole input, split output, for which each rank draws its own random numbers."""
+        out = self._split_output(module, forward, x)
+        SHARES.open(self.mesh.get_local_rank(), x.device)
+        return out
+
+    def _split_output(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
         with _local_parameters(module):
             out: Tensor = forward(enter_split(x, self.group))
         return out
@@ -84,10 +90,11 @@ class SplitStyle:
     def colwise_gather_output(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
         """Whole input, output joined to the layer's full width."""
         width: int = module.out_features  # type: ignore[assignment]
-        return gather_features(self.colwise(module, forward, x), width, self.group)
+        return gather_features(self._split_output(module, forward, x), width, self.group)
 
     def rowwise(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
         """Split input, whole output: partial products summed, then the bias."""
+        SHARES.close()
         with _local_parameters(module, without_bias=True) as bias:
             out = leave_partial(forward(x), self.group)
         # Under autocast the product is bf16 and the bias fp32, and one process returns bf16.

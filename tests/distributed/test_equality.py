@@ -95,7 +95,7 @@ def partial_sums_not_added() -> None:
     import lightning_hybrid.tensor_parallel.collectives as collectives
 
     collectives._LeavePartial.forward = staticmethod(lambda ctx, x, group: x.clone())
-    lightning_hybrid.parallelize.check_plan = lambda module, mesh, plan, calls: plan  # which would have refused it
+    lightning_hybrid.parallelize.check_plan = lambda module, mesh, plan, calls, **_: plan  # which would have refused it
 
 
 @pytest.mark.parametrize(
