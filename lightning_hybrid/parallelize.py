@@ -34,6 +34,7 @@ from lightning_hybrid.sharding import ShardedRoot, apply_sharding
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.check import check_plan
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, build_tp_plan
+from lightning_hybrid.tensor_parallel.styles import join_late
 
 __all__ = ["Part", "StageMap", "parallelize"]
 
@@ -157,6 +158,8 @@ def parallelize(
     apply_tensor_parallel(
         module, mesh["tensor_parallel"], plan, only=lambda name: bool(module.get_submodule(name)._parameters)
     )
+    if settings.loss_parallel and layout.tensor_parallel_size > 1:
+        join_late(module)
     module.to(device)
     units = [module.get_submodule(n) for n in (stages.blocks if stages is not None else _units(module, blocks))]
     held = [unit for unit in units if any(True for _ in unit.parameters())]

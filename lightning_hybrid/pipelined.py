@@ -24,6 +24,7 @@ from lightning_hybrid.pipeline.schedule import Action, ScheduleSpec
 from lightning_hybrid.pipeline.step import PipelineRank, StepInputs
 from lightning_hybrid.sharding import ShardedRoot, reduce_gradients, set_gradient_sync
 from lightning_hybrid.structure import outline_of
+from lightning_hybrid.tensor_parallel.sharded_logits import joined
 
 __all__ = ["PipelinedStep"]
 
@@ -180,7 +181,7 @@ class PipelinedStep:
     def _one(self, name: str, recorder: LogRecorder, index: int, part: Any, rest: tuple[Any, ...]) -> Any:
         self._start_microbatch(self._num_steps, index)
         with recorder.recording(self._module, index):
-            return getattr(self._module, name)(part, *rest)
+            return joined(getattr(self._module, name)(part, *rest))
 
     def _report(
         self,

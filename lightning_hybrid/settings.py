@@ -28,6 +28,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         'a list of names of the batch\'s tensors, such as ["rel_bias"] ([]: all have a row per sample)',
     ),
     "whole_batch_loss": (lambda value: isinstance(value, bool), "True or False"),
+    "loss_parallel": (lambda value: isinstance(value, bool), "True or False"),
     "tp_plan": (
         lambda value: value is None or (isinstance(value, Mapping) and _are_names(value)),
         'a dict from patterns of module names to styles, such as {"layers.*.q_proj": "colwise"}',
@@ -61,6 +62,7 @@ class Settings:
     unbatched: Collection[str] | None
     whole_batch_loss: bool
     tp_plan: Mapping[str, Any] | None
+    loss_parallel: bool
     reshard_after_forward: bool | None
     activation_checkpointing: ActivationCheckpointing
     compile: bool | Mapping[str, Any]

@@ -42,6 +42,7 @@ from lightning_hybrid.run_choice import RunChoice
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.setup_pipeline import PipelineSetup
 from lightning_hybrid.sharding import ShardedRoot, call_inside, reshard, set_gradient_sync
+from lightning_hybrid.tensor_parallel.sharded_logits import joined
 
 __all__ = ["Hybrid3DStrategy"]
 
@@ -76,6 +77,8 @@ class Hybrid3DStrategy(EvaluationHooks):
             ``"GPipe"`` (then the default) or ``"LoopedBFS"``.
         tp_plan: FQN pattern -> style (``{"model.layers.*.self_attn.q_proj": "colwise", ...}``). Models of Hugging Face
             bring their own.
+        loss_parallel: Whether logits of a head that is split over the vocabulary stay split for ``cross_entropy``. What
+            else reads them joins them, on all tensor ranks: not under ``if self.global_rank == 0``.
         reshard_after_forward: Whether a block's gathered parameters are freed after its forward; by default without
             a pipeline only.
         activation_checkpointing: What blocks keep for the backward: ``"none"`` (everything), ``"full"`` (only their
@@ -103,6 +106,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         unbatched: list[str] | None = None,
         whole_batch_loss: bool = False,
         tp_plan: Mapping[str, Any] | None = None,
+        loss_parallel: bool = False,
         reshard_after_forward: bool | None = None,
         activation_checkpointing: ActivationCheckpointing = "none",
         compile: bool | Mapping[str, Any] = False,
@@ -128,6 +132,7 @@ class Hybrid3DStrategy(EvaluationHooks):
             unbatched=unbatched,
             whole_batch_loss=whole_batch_loss,
             tp_plan=tp_plan,
+            loss_parallel=loss_parallel,
             reshard_after_forward=reshard_after_forward,
             activation_checkpointing=activation_checkpointing,
             compile=compile,
@@ -408,7 +413,7 @@ class Hybrid3DStrategy(EvaluationHooks):
 
     def _inside(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
-        return call_inside(self._root, lambda: getattr(module, name)(*args, **kwargs))
+        return call_inside(self._root, lambda: joined(getattr(module, name)(*args, **kwargs)))
 
     @property
     def _root(self) -> ShardedRoot | None:

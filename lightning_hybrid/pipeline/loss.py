@@ -121,6 +121,9 @@ class _Reading:
     def read(self, node: Any, divided: _Divided) -> tuple[str, float]:
         """Return the rule and the weight of the value that ``node`` made."""
         name, reduction = type(node).__name__, getattr(node, "_saved_reduction", None)
+        if hasattr(node, "num_targets"):  # of logits that are split over the vocabulary
+            count = float(node.num_targets)
+            return ("targets", count) if node.reduction == "mean" else self._sum(int(count), [count], divided)
         if name in _NLL and reduction == _MEAN:
             return "targets", float(_num_targets(node) if node._saved_weight is None else node._saved_total_weight)
         if reduction == _MEAN and hasattr(node, "_saved_self"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -27,8 +27,9 @@ from lightning_hybrid.tensor_parallel.collectives import (
     share_bounds,
     split_features,
 )
+from lightning_hybrid.tensor_parallel.sharded_logits import ShardedLogits
 
-__all__ = ["SplitStyle", "placement_of", "split_module", "transformers_styles"]
+__all__ = ["SplitStyle", "join_late", "placement_of", "split_module", "transformers_styles"]
 
 Forward = Callable[..., Any]
 
@@ -65,6 +66,8 @@ class SplitStyle:
     style: str
     mesh: DeviceMesh
     """The 1-D tensor axis."""
+    joins_late: bool = False
+    """Whether outputs that are to be joined stay split until something other than a cross entropy needs them."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -90,7 +93,8 @@ class SplitStyle:
     def colwise_gather_output(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
         """Whole input, output joined to the layer's full width."""
         width: int = module.out_features  # type: ignore[assignment]
-        return gather_features(self._split_output(module, forward, x), width, self.group)
+        out = self._split_output(module, forward, x)
+        return ShardedLogits(out, width, self.group) if self.joins_late else gather_features(out, width, self.group)
 
     def rowwise(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
         """Split input, whole output: partial products summed, then the bias."""
@@ -186,3 +190,14 @@ def split_module(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
     cls = type(module)
     module.__class__ = type(f"TensorParallel{cls.__name__}", (_Split, cls), {"__module__": cls.__module__})
     module._tensor_parallel = SplitStyle(style=style, mesh=mesh)  # type: ignore[assignment]
+
+
+def join_late(module: nn.Module) -> list[str]:
+    """Have outputs that would be joined (a head's logits) stay split until they must be. Returns the modules' FQNs."""
+    found = []
+    for name, part in module.named_modules():
+        style = getattr(part, "_tensor_parallel", None)
+        if isinstance(style, SplitStyle) and style.style == "colwise_gather_output":
+            part._tensor_parallel = replace(style, joins_late=True)
+            found.append(name)
+    return found
