@@ -10,6 +10,8 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -69,10 +71,7 @@ class StepTimer(L.Callback):
             report(self.seconds, self.loss)
 
 
-def ours(**degrees: Any) -> None:
-    num_devices = degrees.get("pipeline_parallel_size", 1)
-    L.seed_everything(0, verbose=False)
-    strategy: Any = Hybrid3DStrategy(archive=None, start_method="fork", **degrees) if degrees else "auto"
+def fit(strategy: Any, num_devices: int, module: L.LightningModule, batch_size: int) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=num_devices,
@@ -84,7 +83,26 @@ def ours(**degrees: Any) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(LitGPT(), DataLoader(rows(), batch_size=BATCH_SIZE))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(rows(), batch_size=batch_size))  # type: ignore[arg-type]
+
+
+def one_process() -> None:
+    L.seed_everything(0, verbose=False)
+    fit("auto", 1, LitGPT(), BATCH_SIZE)
+
+
+TP_PLAN = {
+    **dict.fromkeys(("blocks.*.query", "blocks.*.key", "blocks.*.value", "blocks.*.up"), "colwise"),
+    **dict.fromkeys(("blocks.*.output", "blocks.*.down"), "rowwise"),
+    "head.1": "colwise_gather_output",
+}
+
+
+def hybrid(**options: Any) -> None:
+    L.seed_everything(0, verbose=False)
+    data = options.get("data_parallel_size", 1)
+    degrees = {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, **options}
+    fit(Hybrid3DStrategy(archive=None, start_method="fork", **degrees), 2, LitGPT(), BATCH_SIZE // data)
 
 
 # ---- peers ---------------------------------------------------------------------------------------------------------
@@ -158,15 +176,48 @@ def deepspeed_pipeline() -> None:
         report(seconds, loss)
 
 
-def hybrid(schedule: str) -> None:
-    ours(pipeline_parallel_size=2, num_microbatches=NUM_MICROBATCHES, schedule=schedule)
+def lightning(kind: str) -> None:
+    """Lightning's own strategies; the script starts its second process itself."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    class Parallel(LitGPT):
+        def configure_model(self) -> None:
+            mesh: Any = self.device_mesh
+            for block in self.model.blocks:
+                if kind == "tp":
+                    column, row = ("query", "key", "value", "up"), ("output", "down")
+                    styles = {n: ColwiseParallel() for n in column} | {n: RowwiseParallel() for n in row}
+                    parallelize_module(block, mesh["tensor_parallel"], styles)
+                else:
+                    fully_shard(block, mesh=mesh["data_parallel"])
+            if kind == "fsdp2":
+                fully_shard(self.model, mesh=mesh["data_parallel"])
+
+    L.seed_everything(0, verbose=False)
+    if kind == "ddp":
+        fit("ddp", 2, LitGPT(), BATCH_SIZE // 2)
+    else:
+        sizes = (1, 2) if kind == "tp" else (2, 1)
+        fit(ModelParallelStrategy(*sizes), 2, Parallel(), BATCH_SIZE // sizes[0])
 
 
-SYSTEMS = {
-    "one-process": ours,
+def pipeline(schedule: str) -> None:
+    hybrid(pipeline_parallel_size=2, num_microbatches=NUM_MICROBATCHES, schedule=schedule)
+
+
+SYSTEMS: dict[str, Callable[[], None]] = {
+    "one-process": one_process,
     "torch-pp": torch_pipeline,
     "deepspeed-pp": deepspeed_pipeline,
-    **{f"hybrid3d:{name}": (lambda name=name: hybrid(name)) for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")},
+    **{
+        f"hybrid3d:{n}": partial(pipeline, n) for n in ("1F1B", "Eager1F1B", "Interleaved1F1B", "ZBVZeroBubble", "auto")
+    },
+    **{f"lightning-{kind}": partial(lightning, kind) for kind in ("ddp", "fsdp2", "tp")},
+    "hybrid3d:data": partial(hybrid, data_parallel_size=2, reshard_after_forward=False),
+    "hybrid3d:sharded": partial(hybrid, data_parallel_size=2),
+    "hybrid3d:tensor": partial(hybrid, tensor_parallel_size=2, tp_plan=TP_PLAN, loss_parallel=True),
 }
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class ShardedLogits(Tensor):
         return func(*joined(args), **joined(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise UnsupportedError(
             f"{func} got logits that are split over the vocabulary (loss_parallel=True) in a way that cannot join them"
             " first (a torch.autograd.Function or an extension). Use loss_parallel=False."

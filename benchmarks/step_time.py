@@ -1,4 +1,4 @@
-"""Step time of a 2-stage pipeline beside its peers: ``python -m benchmarks.pipeline_step [--rounds 5] [SYSTEM ...]``.
+"""Step time on two processes beside peers: ``python -m benchmarks.step_time [--rounds 5] [SYSTEM ...]``.
 
 Systems run in turn (A B C A B C ...), because the machines drift; the medians over the rounds and their ratios count.
 """
