@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.layout import Layout
+from lightning_hybrid.tensor_parallel.plan import SMALL, TensorParallelPlan, layers_joined
 
 __all__ = ["describe_run", "layout_table"]
+
+_SAID_BY = {
+    "user": "tp_plan",
+    "huggingface": "Hugging Face's plan",
+    "inferred": "found by trying",
+    "tied": "tied",
+    "measured": "measured",
+}
 
 
 def describe_run(strategy: Any, part: Any, pipeline: Any) -> dict[str, Any]:
@@ -48,8 +58,10 @@ def _stage(stages: Any, stage: int) -> dict[str, Any]:
     return {"blocks": names, "cost": stages.costs[stage], "num_parameters": num_parameters, "cut_by": stages.cut_by}
 
 
-def layout_table(layout: Layout, schedule: str, rows: list[dict[str, Any]]) -> str:
-    """Return lines that say what each stage is, and which rank holds what."""
+def layout_table(
+    layout: Layout, schedule: str, rows: list[dict[str, Any]], plan: TensorParallelPlan | None = None
+) -> str:
+    """Return lines that say what each stage is, which rank holds what, and what tensor parallelism splits."""
     head = f"lightning_hybrid: {layout}"
     if schedule != "none":
         head += f", schedule {schedule} with {rows[0]['num_microbatches']} micro-batches"
@@ -63,7 +75,48 @@ def layout_table(layout: Layout, schedule: str, rows: list[dict[str, Any]]) -> s
             f"  {held['rank']:>4}  {held['pipeline']:>8}  {held['data']:>4}  {held['tensor']:>6}"
             f"  {held['num_parameters']:>11,}  {_holds(held['stages'], layout)}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_tensor_lines(plan)])
+
+
+def _tensor_lines(plan: TensorParallelPlan | None) -> list[str]:
+    """What is split and how; what is not, and why."""
+    if plan is None or plan.tensor_parallel_size == 1 or not plan.entries:
+        return []
+    groups: dict[tuple[str, str, str], dict[str, int]] = {}
+    for entry in plan.entries:
+        if count := plan.num_parameters[entry.name]:
+            how = entry.style_name if entry.is_split else "whole"
+            said = _SAID_BY.get(entry.source, entry.source) if entry.is_split else ""
+            names = groups.setdefault((how, said, entry.note), {})
+            names[entry.name] = names.get(entry.name, 0) + count
+    total = sum(plan.num_parameters.values())
+    split = sum(plan.num_parameters[entry.name] for entry in plan.split)
+    head = f"  tensor parallelism splits {split / total:.1%} of the parameters over {plan.tensor_parallel_size} ranks"
+    order = sorted(groups, key=lambda key: (key[0] == "whole", key[2] == SMALL))
+    width = max(len(how) for how, *_ in groups)
+    lines = []
+    for how, said, note in order:
+        names = groups[how, said, note]
+        why = "; ".join(filter(None, (said, note)))
+        what = "norms, biases and the like" if note == SMALL else _joined(list(names))
+        lines.append(f"    {how:<{width}}  {what} ({sum(names.values()):,} parameters): {why}")
+    return [head, *lines]
+
+
+def _joined(names: list[str]) -> str:
+    """``h.*.attention.{q, k, v}``: layers as ``*``, and what stands beside each other in braces."""
+    patterns = dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name, count=1) for name in names)
+    if len(patterns) > 6:
+        patterns = dict.fromkeys(map(layers_joined, names))
+    beside: dict[str, list[str]] = {}
+    for pattern in patterns:
+        parent, _, last = pattern.rpartition(".")
+        beside.setdefault(parent, []).append(last)
+    texts = [
+        f"{parent}.{last[0] if len(last) == 1 else '{' + ', '.join(last) + '}'}".lstrip(".")
+        for parent, last in beside.items()
+    ]
+    return ", ".join(texts)
 
 
 def _stage_lines(stages: dict[int, dict[str, Any]]) -> list[str]:

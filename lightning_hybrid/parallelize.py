@@ -33,7 +33,8 @@ from lightning_hybrid.settings import Settings
 from lightning_hybrid.sharding import ShardedRoot, apply_sharding
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.check import check_plan
-from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, build_tp_plan
+from lightning_hybrid.tensor_parallel.infer import infer_plan
+from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, build_tp_plan, check_not_empty
 from lightning_hybrid.tensor_parallel.styles import join_late
 
 __all__ = ["Part", "StageMap", "parallelize"]
@@ -139,8 +140,12 @@ def parallelize(
     blocks = settings.blocks
     plan = build_tp_plan(module, settings.tp_plan, layout.tensor_parallel_size)
     if layout.tensor_parallel_size > 1:
-        calls = first_step.record(_units(module, blocks))
-        plan = check_plan(module, mesh["tensor_parallel"], plan, calls, is_compiled=settings.compile is not False)
+        names, axis = _units(module, blocks), mesh["tensor_parallel"]
+        tried = names or [name for name, child in module.named_children() if any(True for _ in child.parameters())]
+        calls, is_compiled = first_step.record(tried), settings.compile is not False
+        plan = check_plan(module, axis, plan, calls if names else {}, is_compiled=is_compiled)
+        plan = infer_plan(module, axis, plan, calls, tried, is_compiled=is_compiled)
+        check_not_empty(module, plan)
     cut, facts, stages, root = None, None, None, None
     mine = [0]
     if layout.pipeline_parallel_size > 1:
@@ -156,7 +161,10 @@ def parallelize(
     if weights is not None:
         weights.fill(keys)
     apply_tensor_parallel(
-        module, mesh["tensor_parallel"], plan, only=lambda name: bool(module.get_submodule(name)._parameters)
+        module,
+        mesh["tensor_parallel"],
+        plan,
+        only=lambda name: any(True for _ in module.get_submodule(name).parameters()),
     )
     if settings.loss_parallel and layout.tensor_parallel_size > 1:
         join_late(module)

@@ -76,7 +76,7 @@ class Hybrid3DStrategy(EvaluationHooks):
             that compare samples with each other. Such a schedule ends all forwards before the first backward:
             ``"GPipe"`` (then the default) or ``"LoopedBFS"``.
         tp_plan: FQN pattern -> style (``{"model.layers.*.self_attn.q_proj": "colwise", ...}``). Models of Hugging Face
-            bring their own.
+            bring their own; for blocks that neither names a way is found by trying.
         loss_parallel: Whether logits of a head that is split over the vocabulary stay split for ``cross_entropy``. What
             else reads them joins them, on all tensor ranks: not under ``if self.global_rank == 0``.
         reshard_after_forward: Whether a block's gathered parameters are freed after its forward; by default without
@@ -338,7 +338,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         if self._pipeline is not None:
             self._pipeline.finish(self._part, self._clock)
         rows = self.all_gather_object(self.describe()) if layout.world_size > 1 else [self.describe()]
-        rank_zero_info(layout_table(layout, self.schedule, rows))
+        rank_zero_info(layout_table(layout, self.schedule, rows, self._part.plan))
 
     def _synchronise_randomness(self) -> None:
         """See the note in :mod:`lightning_hybrid.randomness`."""

@@ -28,6 +28,8 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.shares import collect, share_of
 from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.tensor_parallel.collectives import JoinedRows
+from lightning_hybrid.tensor_parallel.styles import joined_rows, rows_of
 
 __all__ = [
     "StateKeys",
@@ -142,7 +144,8 @@ def gather_model_state(module: nn.Module, keys: StateKeys, mesh: DeviceMesh | No
     for key, value in state.items():
         if (key in keys.owned or key not in keys.canonical) and not (isinstance(value, Tensor) and value.is_meta):
             entries.setdefault(keys.canonical.get(key, key), value)
-    found = collect(entries, _device(mesh))
+    rows = {keys.canonical.get(name, name): found for name, found in joined_rows(module).items()}
+    found = collect(entries, _device(mesh), rows)
     wanted = [key for key in keys.all_keys if key in state] + [key for key in state if key not in keys.all_keys]
     if not _is_first():
         return OrderedDict((key, _weightless(state[key])) for key in wanted)
@@ -193,7 +196,7 @@ def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
         if own.is_meta:
             state_dict[prefix + name] = torch.empty_like(value, device="meta")
         elif isinstance(own, DTensor) and not isinstance(value, DTensor) and own.shape == value.shape:
-            state_dict[prefix + name] = share_of(own, value)
+            state_dict[prefix + name] = share_of(own, value, rows=rows_of(module, name))
 
 
 def gather_optimizer_state(
@@ -227,6 +230,7 @@ def gather_optimizer_state(
     whole = _names_of_all_stages(names, keys, mesh, order)
     flat = [name for group in names for name in group]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    joined = {keys.canonical.get(name, name): found for name, found in joined_rows(module).items()}
     entries: dict[Any, Any] = {}
     for index, values in state["state"].items():
         if not isinstance(index, int):
@@ -234,7 +238,8 @@ def gather_optimizer_state(
         elif flat[index] in keys.owned:
             for key, value in values.items():
                 entries[flat[index], key] = _checked(optimizer, parameters[index], value)
-    found = collect(entries, _device(mesh))
+    rows = {key: joined[key[0]] for key in entries if key[0] in joined}
+    found = collect(entries, _device(mesh), rows)
     if not _is_first():
         return {}
     position = {name: i for i, name in enumerate(name for group in whole for name in group)}
@@ -292,6 +297,7 @@ def scatter_optimizer_state(
     _reshard(module)
     names = _names(optimizer, module, keys)
     position = _positions(state, _names_of_all_stages(names, keys, mesh, order))
+    rows = {keys.canonical.get(name, name): found for name, found in joined_rows(module).items()}
     local: dict[str, Any] = {"state": {k: v for k, v in state["state"].items() if not isinstance(k, int)}}
     local["param_groups"] = []
     index = 0
@@ -302,7 +308,9 @@ def scatter_optimizer_state(
         for name, parameter in zip(group_names, group["params"], strict=True):
             values = state["state"].get(position[name])
             if values is not None:
-                local["state"][index] = {key: _share(parameter, key, value) for key, value in values.items()}
+                local["state"][index] = {
+                    key: _share(parameter, key, value, rows.get(name)) for key, value in values.items()
+                }
             index += 1
     optimizer.load_state_dict(local)
 
@@ -325,12 +333,12 @@ def _positions(state: Mapping[str, Any], whole: list[list[str]]) -> dict[str, in
     }
 
 
-def _share(parameter: Tensor, key: Any, value: Any) -> Any:
+def _share(parameter: Tensor, key: Any, value: Any, rows: JoinedRows | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     if key == "step" or not isinstance(parameter, DTensor):  # torch keeps the step count a plain tensor
         return value.clone()
-    return share_of(parameter, value, replicate=value.shape != parameter.shape)
+    return share_of(parameter, value, replicate=value.shape != parameter.shape, rows=rows)
 
 
 def _names(optimizer: Optimizer, module: nn.Module, keys: StateKeys) -> list[list[str]]:

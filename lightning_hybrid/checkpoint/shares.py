@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.tensor_parallel.collectives import JoinedRows
 
 __all__ = ["collect", "local_slices", "share_of"]
 
@@ -74,16 +75,21 @@ def _order_of_cuts(tensor: DTensor) -> list[int]:
     return [*plain, *reversed(strided)]
 
 
-def share_of(like: DTensor, whole: Tensor, *, replicate: bool = False) -> DTensor:
+def share_of(like: DTensor, whole: Tensor, *, replicate: bool = False, rows: JoinedRows | None = None) -> DTensor:
     """Return this rank's share of ``whole``, placed as ``like`` (or whole on every rank), on its device. No exchange.
 
     Args:
         like: a tensor of the same shape; of any shape with ``replicate``.
         whole: a plain tensor, in memory or mapped from a file: only the share's bytes are read.
         replicate: keep all of it on each rank of ``like``'s mesh.
+        rows: the order in which ``like`` keeps its rows; by default that of ``whole``.
     """
     placements = [Replicate()] * like.device_mesh.ndim if replicate else like.placements
-    part = whole if replicate else whole[local_slices(like)]
+    slices = () if replicate else local_slices(like)
+    if rows is None or not whole.ndim or whole.shape[0] != sum(rows.parts):
+        part = whole[slices]
+    else:
+        part = whole[rows.order[slices[:1]]][(slice(None), *slices[1:])]
     local = part.detach().to(like.to_local().device, copy=True, memory_format=torch.contiguous_format)
     stride = torch.empty(whole.shape, device="meta").stride()
     return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=whole.shape, stride=stride)
@@ -97,9 +103,13 @@ class _Part:
     """Of the whole tensor."""
     dtype: torch.dtype
     bounds: Bounds
+    rows: JoinedRows | None = None
+    """In which order the ranks hold the whole tensor's rows, if it is not that of one process."""
 
 
-def collect(entries: Mapping[Any, Any], device: torch.device) -> dict[Any, Any]:
+def collect(
+    entries: Mapping[Any, Any], device: torch.device, rows: Mapping[Any, JoinedRows] | None = None
+) -> dict[Any, Any]:
     """Put whole tensors together on global rank 0. A collective over the world.
 
     Every rank says which parts it holds; rank 0 picks one holder for each part, and each holder sends straight to it.
@@ -110,6 +120,7 @@ def collect(entries: Mapping[Any, Any], device: torch.device) -> dict[Any, Any]:
         entries: this rank's tensors (plain ones are whole), DTensors and picklable objects. Of what several ranks
             hold, the lowest rank's counts. An exception as value is raised on every rank.
         device: on which the process group can send.
+        rows: of entries whose rows this rank's mesh keeps in another order than one process.
 
     Returns:
         On rank 0 all entries, with plain CPU tensors; ``{}`` on the other ranks.
@@ -117,7 +128,7 @@ def collect(entries: Mapping[Any, Any], device: torch.device) -> dict[Any, Any]:
     Raises:
         CheckpointError: on every rank, if an entry of some rank is unfit, or parts of a tensor are nowhere.
     """
-    offers = {key: _offer(value) for key, value in entries.items()}
+    offers = {key: _offer(value, (rows or {}).get(key)) for key, value in entries.items()}
     everyone = _gather_to_first(offers)
     sends, error = _plan(everyone) if everyone else ([], None)
     sends, error = _from_first((sends, error))
@@ -132,11 +143,12 @@ def collect(entries: Mapping[Any, Any], device: torch.device) -> dict[Any, Any]:
     return {}
 
 
-def _offer(value: Any) -> Any:
+def _offer(value: Any, rows: JoinedRows | None) -> Any:
     try:
         if isinstance(value, DTensor):
             bounds = tuple((s.start, s.stop) for s in local_slices(value))
-            return _Part(shape=value.shape, dtype=value.dtype, bounds=bounds)
+            joined = rows if rows and value.ndim and value.shape[0] == sum(rows.parts) else None
+            return _Part(shape=value.shape, dtype=value.dtype, bounds=bounds, rows=joined)
     except CheckpointError as error:
         return error
     if isinstance(value, Tensor):
@@ -188,6 +200,9 @@ def _receive(
             buffer = torch.empty(into.shape, dtype=into.dtype, device=device)
             dist.recv(_as_bytes(buffer), src=source)
             into.copy_(buffer)
+    for key, offer in {key: offer for offers in everyone for key, offer in offers.items()}.items():
+        if isinstance(offer, _Part) and offer.rows is not None:
+            found[key] = torch.empty_like(found[key]).index_copy_(0, offer.rows.order, found[key])
     return found
 
 

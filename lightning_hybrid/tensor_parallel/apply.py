@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,9 +14,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_hybrid.errors import ConfigurationError
-from lightning_hybrid.tensor_parallel.collectives import share_bounds
+from lightning_hybrid.tensor_parallel.collectives import JoinedRows, share_bounds
 from lightning_hybrid.tensor_parallel.plan import STYLES, PlanEntry, TensorParallelPlan
-from lightning_hybrid.tensor_parallel.styles import placement_of, split_module, transformers_styles
+from lightning_hybrid.tensor_parallel.styles import (
+    SplitStyle,
+    is_split,
+    placement_of,
+    split_module,
+    transformers_styles,
+)
 
 __all__ = ["apply_tensor_parallel"]
 
@@ -56,6 +64,7 @@ def apply_tensor_parallel(
         owner_name = entry.name.rpartition(".")[0] if entry.is_parameter else entry.name
         if owner_name in modules and (only is None or only(owner_name)):
             _apply_entry(entry, modules[owner_name], mesh, shares)
+    _leave_fast_paths(module)
 
 
 def _apply_entry(
@@ -72,7 +81,9 @@ def _apply_entry(
         for name in names:
             _split_parameter(owner, name, entry, mesh, shares)
         if not entry.is_parameter:
-            split_module(owner, entry.style, mesh)
+            _divide_numbers(owner, entry.numbers, mesh.size())
+            style = SplitStyle(style=entry.style_name, mesh=mesh, parts=entry.parts, stand_ins=entry.stand_ins)
+            split_module(owner, style)
 
 
 def _split_parameter(
@@ -85,19 +96,50 @@ def _split_parameter(
     if placement is None:
         return
     if whole not in shares:
-        shares[whole] = _share_of(whole, placement, mesh)
+        shares[whole] = _share_of(whole, placement, mesh, entry.parts)
     owner._parameters[name] = shares[whole]
 
 
-def _share_of(whole: nn.Parameter, placement: Shard, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's part of a parameter, with the parameter's own attributes; the whole can be freed afterwards."""
+def _share_of(whole: nn.Parameter, placement: Shard, mesh: DeviceMesh, parts: Sequence[int]) -> nn.Parameter:
+    """This rank's part of a parameter, with the parameter's own attributes; the whole can be freed afterwards.
+
+    Of several projections in one (``parts``) it holds its rows of each. The DTensor then is the whole with its rows in
+    the order of :class:`JoinedRows`; checkpoints put them back.
+    """
+    values = whole.detach()
+    if parts:
+        values = values[JoinedRows(parts=tuple(parts), num_shares=mesh.size()).order]
     start, end = share_bounds(whole.shape[placement.dim], mesh.size(), mesh.get_local_rank())
-    local = whole.detach().narrow(placement.dim, start, end - start).clone(memory_format=torch.contiguous_format)
+    local = values.narrow(placement.dim, start, end - start).clone(memory_format=torch.contiguous_format)
     stride = torch.empty(whole.shape, device="meta").stride()
     distributed = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=stride)
     share = nn.Parameter(distributed, requires_grad=whole.requires_grad)
     share.__dict__.update(whole.__dict__)
     return share
+
+
+def _divide_numbers(owner: nn.Module, names: Sequence[str], size: int) -> None:
+    """Let a module speak of this rank's heads and width; of a config, which others share, it gets its own copy."""
+    configs: dict[str, Any] = {}
+    for name in names:
+        holder, _, attribute = name.rpartition(".")
+        if holder and holder not in configs:
+            configs[holder] = copy.copy(getattr(owner, holder))
+            setattr(owner, holder, configs[holder])
+        target = configs[holder] if holder else owner
+        setattr(target, attribute, getattr(target, attribute) // size)
+
+
+def _leave_fast_paths(module: nn.Module) -> None:
+    """torch's encoder layers have fused code for inference, which reads weights past the modules that hold them."""
+    for child in module.modules():
+        if not isinstance(child, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
+            continue
+        if any(is_split(part) for part in child.modules()):
+            if isinstance(child, nn.TransformerEncoderLayer):
+                child.activation_relu_or_gelu = 0
+            else:
+                child.use_nested_tensor = False
 
 
 def _apply_transformers_style(entry: PlanEntry, owner: nn.Module, names: list[str], mesh: DeviceMesh) -> None:

@@ -27,9 +27,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.draws import wrong_draws
-from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan
+from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, layers_joined
+from lightning_hybrid.tensor_parallel.styles import joined_rows
 
-__all__ = ["BlockCheck", "check_block", "check_plan", "record_calls"]
+__all__ = [
+    "BlockCheck",
+    "check_block",
+    "check_plan",
+    "kind_of",
+    "random_call",
+    "random_weights",
+    "record_calls",
+    "too_large",
+    "try_block",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +48,10 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 #: Share of the largest gradient of a block below which another one counts as zero: rounding grows with the block.
 _ZERO = 1e-3
+#: Bytes in fp32 of the largest block that is run: every rank of a host holds about five times as much meanwhile.
+_LARGEST = 2**30
+
+_LAYER_NUMBER = re.compile(r"(idx|index|number|layer|layer_id|block_id)$")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -54,6 +69,8 @@ class BlockCheck:
     partial: frozenset[str] = field(default_factory=frozenset)
     """Parameters on every rank whose gradients are right only when summed over ranks."""
     tolerance: float
+    draws: str = ""
+    """What random numbers it draws in the wrong place, in words."""
 
     @property
     def wrong(self) -> list[str]:
@@ -91,17 +108,56 @@ def check_plan(
     seen: set[Any] = set()
     for name, call in calls.items() if mesh.size() > 1 else ():
         part = plan.within(name)
-        kind = (_kind(module.get_submodule(name)), tuple((e.name, e.style_name) for e in part.entries))
+        kind = (kind_of(module.get_submodule(name)), tuple((e.name, e.style_name) for e in part.entries))
         if kind in seen or not part.split:
             continue
         seen.add(kind)
-        found = _check_one(name, module.get_submodule(name), mesh, part, call, is_compiled)
-        if found.partial:
-            plan = _sum_gradients(module, plan, name, found.partial)
-            found = _check_one(name, module.get_submodule(name), mesh, plan.within(name), call, is_compiled)
+        block = module.get_submodule(name)
+        if reason := too_large(block):
+            logger.warning("The tensor parallel plan of %s was not checked: %s.", name, reason)
+            continue
+        try:
+            found = _check_one(block, mesh, part, call, is_compiled)
+            if found.partial:
+                plan = _sum_gradients(plan, name, found.partial)
+                found = _check_one(block, mesh, plan.within(name), call, is_compiled)
+        except DoesNotRun as error:
+            logger.warning("The tensor parallel plan of %s was not checked: %s.", name, error)
+            continue
+        except Exception as error:
+            raise ConfigurationError(_fails(name, part, error)) from error
         if found.wrong:
             raise ConfigurationError(_differs(name, part, found))
+        if found.draws:
+            raise ConfigurationError(f"In the block {name!r} {found.draws}. {_DRAW_REMEDY}")
     return plan
+
+
+def try_block(
+    block: nn.Module, mesh: DeviceMesh, part: TensorParallelPlan, call: Call, *, is_compiled: bool
+) -> tuple[TensorParallelPlan, str]:
+    """Run a block whole and split by ``part``; return the plan, mended as in :func:`check_plan`, and what is wrong.
+
+    The same on every rank of the tensor axis; empty if nothing is wrong.
+    """
+    try:
+        found = _check_one(block, mesh, part, call, is_compiled)
+        if found.partial:
+            part = _sum_gradients(part, "", found.partial)
+            found = _check_one(block, mesh, part, call, is_compiled)
+    except Exception as error:
+        return part, f"fails when split ({type(error).__name__}: {str(error).splitlines()[0][:100]})"
+    return part, f"differs when split: {found.wrong[0]}" if found.wrong else found.draws
+
+
+def too_large(block: nn.Module) -> str | None:
+    """Return why a block is not run for a check, if it would exhaust a host whose ranks all do so."""
+    size = 4 * sum(parameter.numel() for parameter in block.parameters())
+    return f"a block of {size / 2**30:.1f} GB is too large to be run whole for a check" if size > _LARGEST else None
+
+
+class DoesNotRun(Exception):
+    """A block needs more than the arguments it was called with."""
 
 
 class _AllSeen(BaseException):
@@ -116,7 +172,7 @@ def record_calls(module: nn.Module, blocks: Sequence[str], step: Callable[[], An
     """
     kinds: dict[Any, list[str]] = {}
     for name in blocks:
-        kinds.setdefault(_kind(module.get_submodule(name)), []).append(name)
+        kinds.setdefault(kind_of(module.get_submodule(name)), []).append(name)
     calls: dict[str, Call] = {}
 
     def record(names: list[str], block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -146,10 +202,16 @@ def record_calls(module: nn.Module, blocks: Sequence[str], step: Callable[[], An
     return calls
 
 
-def _kind(block: nn.Module) -> Any:
-    """Blocks of one kind have equal classes and shapes throughout."""
+def kind_of(block: nn.Module) -> Any:
+    """Blocks of one kind have equal classes, shapes and settings throughout; only the layer's number may differ."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
-    return type(block).__name__, tuple(type(part).__name__ for part in block.modules()), shapes
+    settings = tuple(
+        (type(part).__name__, name, value)
+        for part in block.modules()
+        for name, value in vars(part).items()
+        if type(value) in (bool, int, str) and not name.startswith("_") and not _LAYER_NUMBER.search(name)
+    )
+    return type(block).__name__, tuple(type(part).__name__ for part in block.modules()), shapes, settings
 
 
 def check_block(whole: nn.Module, split: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> BlockCheck:
@@ -158,18 +220,19 @@ def check_block(whole: nn.Module, split: nn.Module, args: Any, kwargs: Any, mesh
     ``whole`` and ``split`` must hold the same values. See :func:`check_plan` for the arguments.
     """
     dtype = next(whole.parameters()).dtype
-    args, kwargs = _random_inputs((args, kwargs), dtype)
+    args, kwargs = random_call((args, kwargs), dtype)
     expected = _run(whole, args, kwargs)
     found = _run(split, args, kwargs)
     tolerance = _TOLERANCE.get(dtype, 1e-3)
     gradients, partial = {}, set()
-    shares = dict(split.named_parameters())
+    shares, orders = dict(split.named_parameters()), joined_rows(split)
     norms = [float(parameter.grad.norm()) for parameter in whole.parameters() if parameter.grad is not None]
     floor = _ZERO * max(norms, default=0.0) or _ZERO
     for name, parameter in whole.named_parameters():
         share, truth = shares[name].grad, parameter.grad
         if truth is None:
             continue
+        truth = truth[orders[name].order] if name in orders else truth
         error = _agree(_relative(_full(share, truth), truth, floor), mesh)
         if not error <= tolerance and not isinstance(share, DTensor) and share is not None:
             total = share.clone()
@@ -187,31 +250,26 @@ def check_block(whole: nn.Module, split: nn.Module, args: Any, kwargs: Any, mesh
 
 
 def _check_one(
-    name: str, block: nn.Module, mesh: DeviceMesh, part: TensorParallelPlan, call: Call, is_compiled: bool
+    block: nn.Module, mesh: DeviceMesh, part: TensorParallelPlan, call: Call, is_compiled: bool
 ) -> BlockCheck:
     """Check one block on copies, in fp32 where the block can (else in its own dtype)."""
     own = next(block.parameters()).dtype
     for dtype in dict.fromkeys((torch.float32, own)):
-        whole = _random_weights(copy.deepcopy(block).to(dtype)).eval()
+        whole = random_weights(copy.deepcopy(block).to(dtype)).eval()
         split = copy.deepcopy(whole)
         try:
-            _run(copy.deepcopy(whole), *_random_inputs(call, dtype))
+            _run(copy.deepcopy(whole), *random_call(call, dtype))
         except Exception as error:  # flash attention knows no fp32
             reason = error
             continue
         apply_tensor_parallel(split, mesh, part)
-        try:
-            found = check_block(whole, split, *call, mesh)
-        except Exception as error:
-            raise ConfigurationError(_fails(name, part, error)) from error
-        if problem := wrong_draws(whole, split, *_random_inputs(call, dtype), is_compiled=is_compiled):
-            raise ConfigurationError(f"In the block {name!r} {problem}. {_DRAW_REMEDY}")
-        return found
-    logger.warning("The tensor parallel plan of %s was not checked: the block did not run alone (%s).", name, reason)
-    return BlockCheck(output=0.0, inputs=0.0, gradients={}, tolerance=0.0)
+        found = check_block(whole, split, *call, mesh)
+        problem = wrong_draws(whole, split, *random_call(call, dtype), is_compiled=is_compiled)
+        return replace(found, draws=problem or "")
+    raise DoesNotRun(f"the block did not run alone ({reason})")
 
 
-def _random_weights(block: nn.Module) -> nn.Module:
+def random_weights(block: nn.Module) -> nn.Module:
     """Weights that let every part of the block be seen in its output; the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
     for parameter in block.parameters():
@@ -222,7 +280,8 @@ def _random_weights(block: nn.Module) -> nn.Module:
     return block
 
 
-def _random_inputs(call: Any, dtype: torch.dtype) -> Any:
+def random_call(call: Any, dtype: torch.dtype) -> Any:
+    """Arguments like those of ``call``, with random hidden states that require a gradient; the same on all ranks."""
     generator = torch.Generator().manual_seed(1)
 
     def prepare(x: Any) -> Any:
@@ -274,23 +333,17 @@ def _agree(error: float, mesh: DeviceMesh) -> float:
     return largest.item()
 
 
-def _sum_gradients(
-    module: nn.Module, plan: TensorParallelPlan, block: str, partial: frozenset[str]
-) -> TensorParallelPlan:
+def _sum_gradients(plan: TensorParallelPlan, block: str, partial: frozenset[str]) -> TensorParallelPlan:
     """Give the owners of partial gradients, in this block and its like, the style that sums them."""
-    wanted = {_pattern(f"{block}.{name.rpartition('.')[0]}".rstrip(".")) for name in partial}
+    wanted = {layers_joined(f"{block}.{name.rpartition('.')[0]}".strip(".")) for name in partial}
     note = "sees only this rank's features (measured), so its gradient is summed"
     entries = tuple(
         replace(entry, style="replicated_with_grad_allreduce", source="measured", note=note)
-        if _pattern(entry.name) in wanted and not entry.is_split
+        if layers_joined(entry.name) in wanted and not entry.is_split
         else entry
         for entry in plan.entries
     )
     return replace(plan, entries=entries)
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _split_layers(name: str, part: TensorParallelPlan) -> str:

@@ -17,13 +17,14 @@ function                  forward                  backward                 stan
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["enter_split", "gather_features", "leave_partial", "share_bounds", "split_features"]
+__all__ = ["JoinedRows", "enter_split", "gather_features", "leave_partial", "share_bounds", "split_features"]
 
 
 def share_bounds(size: int, num_shares: int, index: int) -> tuple[int, int]:
@@ -33,6 +34,21 @@ def share_bounds(size: int, num_shares: int, index: int) -> tuple[int, int]:
     """
     step = -(-size // num_shares)
     return min(index * step, size), min((index + 1) * step, size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedRows:
+    """A weight that joins several projections (query, key and value), each split by itself over the ranks."""
+
+    parts: tuple[int, ...]
+    """Rows of each projection; ``num_shares`` divides each."""
+    num_shares: int
+
+    @property
+    def order(self) -> Tensor:
+        """Which row stands where: the ranks' shares one after the other are ``whole[order]``."""
+        rows = torch.arange(sum(self.parts)).split(list(self.parts))
+        return torch.cat([part.chunk(self.num_shares)[share] for share in range(self.num_shares) for part in rows])
 
 
 def enter_split(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -6,18 +6,49 @@ A split linear's features divide more often than its heads do (width 18 over 2 r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from lightning_hybrid.errors import ConfigurationError
 
-__all__ = ["check_heads"]
+__all__ = ["check_heads", "head_counts", "widths"]
 
 _NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_query_groups")
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "d_head", "dim_head", "dim_per_head")
+_WIDTH: tuple[str, ...] = (
+    "n_embd",
+    "embed_dim",
+    "embedding_dim",
+    "emb_dim",
+    "hidden_size",
+    "hidden_dim",
+    "d_model",
+    "model_dim",
+    "dim",
+)
+_WIDTH += ("width", "channels", "inner_dim", "all_head_size", "split_size", "q_dim", "kv_dim", "q_size", "kv_size")
+
+
+def head_counts(owner: nn.Module) -> dict[str, int]:
+    """Return the counts of heads that a module keeps, by attribute; those of its ``config`` as ``config.name``."""
+    return _integers(owner, (*_NUM_HEADS, *_NUM_KV_HEADS))
+
+
+def widths(owner: nn.Module, sizes: Collection[int]) -> dict[str, int]:
+    """Return the widths that a module keeps and that are among ``sizes``, by attribute as in :func:`head_counts`."""
+    return {name: size for name, size in _integers(owner, _WIDTH).items() if size in sizes}
+
+
+def _integers(owner: nn.Module, names: Sequence[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for prefix, source in (("", owner), ("config.", getattr(owner, "config", None))):
+        for name in names:
+            if (value := _first(source, (name,))) is not None:
+                found[prefix + name] = value[1]
+    return found
 
 
 def check_heads(module: nn.Module, styles: Mapping[str, str], tensor_parallel_size: int) -> None:

@@ -1,6 +1,7 @@
 """Which module is split how, and who said so. Pure: no process group, no mesh, nothing is changed.
 
-A plan is looked for in the user's ``tp_plan``, then in Hugging Face's own plans; what neither names stays whole.
+A plan is looked for in the user's ``tp_plan``, then in Hugging Face's own plans. What neither names stays whole here;
+:mod:`infer` may then find a way for blocks of which neither says anything.
 Everything that can be known to go wrong from numbers alone is refused here, before any process group exists.
 """
 
@@ -22,9 +23,21 @@ from lightning_hybrid.tensor_parallel.collectives import share_bounds
 from lightning_hybrid.tensor_parallel.heads import check_heads
 from lightning_hybrid.tensor_parallel.styles import placement_of, transformers_styles
 
-__all__ = ["STYLES", "PlanEntry", "PlanRow", "TensorParallelPlan", "build_tp_plan"]
+__all__ = [
+    "SMALL",
+    "STYLES",
+    "WHOLE",
+    "PlanEntry",
+    "PlanRow",
+    "TensorParallelPlan",
+    "build_tp_plan",
+    "check_not_empty",
+    "layers_joined",
+]
 
 WHOLE = "whole"
+#: Why norms and the like stay whole.
+SMALL = "small: computed alike on every rank"
 
 #: What each style does. The names are Hugging Face's; ``whole`` is ours.
 STYLES: Mapping[str, str] = {
@@ -35,6 +48,8 @@ STYLES: Mapping[str, str] = {
     "embedding_rowwise": "vocabulary split",
     "embedding_colwise": "embedding features split; the output is joined",
     "replicated_with_grad_allreduce": "whole, applied to split features: its gradient is summed",
+    "attention": "nn.MultiheadAttention on this rank's heads; the output stays split until out_proj",
+    "local_numbers": "a module whose numbers of heads and widths are this rank's",
     WHOLE: "computed alike on every rank",
 }
 
@@ -53,7 +68,7 @@ _UNEVEN = {
     "rowwise_split_input": "in_features",
 }
 
-Source = Literal["user", "huggingface", "tied", "measured", "none"]
+Source = Literal["user", "huggingface", "tied", "measured", "inferred", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +87,12 @@ class PlanEntry:
     """``name`` is a parameter's."""
     parameters: tuple[str, ...] = ()
     """FQNs of the parameters that this entry decides on (not those of a module that have entries of their own)."""
+    parts: tuple[int, ...] = ()
+    """Rows of each of several projections that one linear joins (query, key, value); each is split by itself."""
+    numbers: tuple[str, ...] = ()
+    """Attributes of the module that are divided by the degree, with style ``local_numbers``."""
+    stand_ins: tuple[int | str, ...] = ()
+    """Arguments of which the module's code sees the shape of this rank's share, with style ``local_numbers``."""
 
     @property
     def style_name(self) -> str:
@@ -134,7 +155,7 @@ class TensorParallelPlan:
         """Return the plan as a table, layers taken together."""
         rows: dict[tuple[str, str, Source, str], PlanRow] = {}
         for entry in self.entries:
-            pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", entry.name)
+            pattern = layers_joined(entry.name)
             key = (pattern, entry.style_name, entry.source, entry.note)
             row = rows.get(key) or PlanRow(
                 pattern=pattern,
@@ -154,6 +175,11 @@ class TensorParallelPlan:
         return "\n".join(f"{r.pattern:{width}}  {r.style:22}  {r.source:11}  {r.note}".rstrip() for r in rows)
 
 
+def layers_joined(name: str) -> str:
+    """The name with ``*`` for every number of a layer."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
 def build_tp_plan(
     module: nn.Module, user_plan: Mapping[str, str | ParallelStyle] | None, tensor_parallel_size: int
 ) -> TensorParallelPlan:
@@ -166,7 +192,7 @@ def build_tp_plan(
 
     Raises:
         ConfigurationError: if a pattern matches nothing, a style is unknown or does not fit its module, the degree does
-            not divide features or heads, tied weights would be split differently, or nothing would be split at all.
+            not divide features or heads, or tied weights would be split differently.
     """
     names = _Names(module)
     chosen = _huggingface_entries(module, names) | _user_entries(user_plan or {}, names)
@@ -176,9 +202,7 @@ def build_tp_plan(
         _check_entry(module, entry, tensor_parallel_size)
     check_heads(module, {e.name: e.style_name for e in entries if not e.is_parameter}, tensor_parallel_size)
     counts = {entry.name: sum(p.numel() for p in _parameters_of(module, entry)) for entry in entries}
-    plan = TensorParallelPlan(tensor_parallel_size=tensor_parallel_size, entries=entries, num_parameters=counts)
-    _check_not_empty(module, plan)
-    return plan
+    return TensorParallelPlan(tensor_parallel_size=tensor_parallel_size, entries=entries, num_parameters=counts)
 
 
 class _Names:
@@ -227,7 +251,7 @@ def _user_entries(user_plan: Mapping[str, str | ParallelStyle], names: _Names) -
 
 
 def _no_match(pattern: str, names: _Names) -> str:
-    known = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in [*names.modules, *names.parameters]})
+    known = sorted({layers_joined(name) for name in [*names.modules, *names.parameters]})
     near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
     last = pattern.rpartition(".")[2]
     near += [name for name in known if name.rpartition(".")[2] == last and name not in near][:3]
@@ -286,8 +310,11 @@ def _finished(entry: PlanEntry, child: nn.Module) -> PlanEntry:
 def _why_whole(child: nn.Module) -> str:
     if any(isinstance(parameter, DTensor) for parameter in child.parameters(recurse=False)):
         return "already distributed by configure_model"
-    matrices = [p for p in child.parameters(recurse=False) if p.ndim > 1]
-    return "named by no plan; add it to tp_plan to split it" if matrices else "small: computed alike on every rank"
+    if all(parameter.ndim < 2 for parameter in child.parameters(recurse=False)):
+        return SMALL
+    if (style := _tied_style(child)) is not None:
+        return f'named by no plan; "{style}" in tp_plan splits it'
+    return "named by no plan"
 
 
 def _unless_empty(module: nn.Module, entry: PlanEntry, size: int) -> PlanEntry:
@@ -353,6 +380,11 @@ def _check_entry(module: nn.Module, entry: PlanEntry, size: int) -> None:
         return
     if entry.style not in STYLES:
         return _check_transformers_style(entry)
+    if entry.style in ("attention", "local_numbers"):
+        raise ConfigurationError(
+            f"tp_plan: {entry.name!r} is given {entry.style_name!r}, which is found by trying, for blocks that tp_plan"
+            " does not name; leave the block out of tp_plan."
+        )
     if entry.is_parameter:
         return _check_bare_parameter(entry, module.get_parameter(entry.name), size)
     child = module.get_submodule(entry.name)
@@ -415,13 +447,19 @@ def _does_not_divide(entry: PlanEntry, word: str, number: int, size: int) -> str
     )
 
 
-def _check_not_empty(module: nn.Module, plan: TensorParallelPlan) -> None:
+def check_not_empty(module: nn.Module, plan: TensorParallelPlan) -> None:
+    """Refuse a degree above 1 for which nothing is split: all ranks would do all of the work.
+
+    Raises:
+        ConfigurationError: with what stays whole and why.
+    """
     is_distributed = any(isinstance(parameter, DTensor) for parameter in module.parameters())
     if plan.tensor_parallel_size == 1 or plan.split or is_distributed:
         return
-    linear = [row.pattern for row in plan.rows() if row.num_parameters and "named by no plan" in row.note][:6]
+    large = sorted((row for row in plan.rows() if row.num_parameters), key=lambda row: -row.num_parameters)[:6]
     raise ConfigurationError(
-        f"tensor_parallel_size={plan.tensor_parallel_size}, but no plan says what to split: the model has no Hugging"
-        ' Face plan and tp_plan is empty. Pass tp_plan={"...attention.q": "colwise", "...attention.o": "rowwise", ...}'
-        f" (this model has {', '.join(linear)}), or use tensor_parallel_size=1."
+        f"tensor_parallel_size={plan.tensor_parallel_size}, but nothing can be split: the model has no Hugging Face"
+        " plan, tp_plan names nothing that is split, and no layers of its blocks can be split by themselves. Pass"
+        ' tp_plan={"...attention.q": "colwise", "...attention.o": "rowwise", ...}, or use tensor_parallel_size=1. The'
+        f" largest parts are {'; '.join(f'{row.pattern} ({row.note})' for row in large)}."
     )

@@ -20,7 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_hybrid.randomness import SHARES
+from lightning_hybrid.tensor_parallel.attention import attend
 from lightning_hybrid.tensor_parallel.collectives import (
+    JoinedRows,
     enter_split,
     gather_features,
     leave_partial,
@@ -29,7 +31,16 @@ from lightning_hybrid.tensor_parallel.collectives import (
 )
 from lightning_hybrid.tensor_parallel.sharded_logits import ShardedLogits
 
-__all__ = ["SplitStyle", "join_late", "placement_of", "split_module", "transformers_styles"]
+__all__ = [
+    "SplitStyle",
+    "is_split",
+    "join_late",
+    "joined_rows",
+    "placement_of",
+    "rows_of",
+    "split_module",
+    "transformers_styles",
+]
 
 Forward = Callable[..., Any]
 
@@ -43,6 +54,8 @@ def placement_of(style: str, parameter_name: str, num_dims: int) -> Shard | None
         return Shard(0)
     if style == "embedding_colwise":
         return Shard(1)
+    if style == "attention":  # nn.MultiheadAttention's own parameters
+        return Shard(0) if parameter_name.startswith("in_proj") else None
     if style.startswith("colwise"):
         return Shard(max(num_dims - 2, 0))
     if style.startswith("rowwise") and parameter_name != "bias":  # the bias is added once, to the summed output
@@ -68,6 +81,10 @@ class SplitStyle:
     """The 1-D tensor axis."""
     joins_late: bool = False
     """Whether outputs that are to be joined stay split until something other than a cross entropy needs them."""
+    parts: tuple[int, ...] = ()
+    """Rows of each of the projections that the module's weight joins, if it joins several."""
+    stand_ins: tuple[int | str, ...] = ()
+    """For ``local_numbers``: arguments of which the module's code sees the share's shape."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -86,6 +103,7 @@ class SplitStyle:
         return out
 
     def _split_output(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
+        x = getattr(x, "_hybrid_whole", x)  # of a stand-in
         with _local_parameters(module):
             out: Tensor = forward(enter_split(x, self.group))
         return out
@@ -127,6 +145,25 @@ class SplitStyle:
         with _local_parameters(module):
             return gather_features(forward(ids), module.embedding_dim, self.group)
 
+    def attention(self, module: nn.MultiheadAttention, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """This rank's heads, with torch's in_proj; out_proj is a row-wise linear of its own."""
+        with _local_parameters(module):
+            return attend(module, self.group, *args, **kwargs)
+
+    def local_numbers(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Code that takes head sizes from its input's width sees this rank's width: see the note in :mod:`infer`."""
+        shown = tuple(self._stand_in(x) if i in self.stand_ins else x for i, x in enumerate(args))
+        named = {name: self._stand_in(x) if name in self.stand_ins else x for name, x in kwargs.items()}
+        return forward(*shown, **named)
+
+    def _stand_in(self, x: Any) -> Any:
+        """A tensor of the share's shape without values, by which column-wise linears know the whole one."""
+        if not isinstance(x, Tensor):
+            return x
+        shown = x.new_zeros(()).expand(*x.shape[:-1], x.shape[-1] // self.mesh.size())
+        shown._hybrid_whole = x  # type: ignore[attr-defined]
+        return shown
+
     def replicated_with_grad_allreduce(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Whole parameters applied to split features (a norm over each head): their gradients are summed over ranks.
 
@@ -146,6 +183,8 @@ _RUN: Mapping[str, Callable[..., Any]] = {
         "rowwise_split_input",
         "embedding_rowwise",
         "embedding_colwise",
+        "attention",
+        "local_numbers",
         "replicated_with_grad_allreduce",
     )
 }
@@ -185,11 +224,11 @@ class _Split(nn.Module):
         return self._tensor_parallel.run(self, super().forward, args, kwargs)
 
 
-def split_module(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
+def split_module(module: nn.Module, style: SplitStyle) -> None:
     """Make ``module`` run split, in place. Its parameters must already hold this rank's shares."""
     cls = type(module)
     module.__class__ = type(f"TensorParallel{cls.__name__}", (_Split, cls), {"__module__": cls.__module__})
-    module._tensor_parallel = SplitStyle(style=style, mesh=mesh)  # type: ignore[assignment]
+    module._tensor_parallel = style  # type: ignore[assignment]
 
 
 def join_late(module: nn.Module) -> list[str]:
@@ -201,3 +240,27 @@ def join_late(module: nn.Module) -> list[str]:
             part._tensor_parallel = replace(style, joins_late=True)
             found.append(name)
     return found
+
+
+def is_split(module: nn.Module) -> bool:
+    """Whether :func:`split_module` was called with the module."""
+    return isinstance(module, _Split)
+
+
+def rows_of(module: nn.Module, name: str) -> JoinedRows | None:
+    """Return the order in which a module's own parameter keeps its rows, if it is not that of one process."""
+    style: SplitStyle | None = getattr(module, "_tensor_parallel", None)
+    parameter: Any = module._parameters.get(name)
+    if style is None or not style.parts or not isinstance(parameter, DTensor):
+        return None
+    return JoinedRows(parts=style.parts, num_shares=style.mesh.size())
+
+
+def joined_rows(module: nn.Module) -> dict[str, JoinedRows]:
+    """Return :func:`rows_of` for every parameter inside that has one, by FQN."""
+    return {
+        f"{prefix}.{name}" if prefix else name: rows
+        for prefix, child in module.named_modules()
+        for name in child._parameters
+        if (rows := rows_of(child, name)) is not None
+    }

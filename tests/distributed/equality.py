@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.tensor_parallel.styles import joined_rows
 
 ONE_PROCESS: dict[str, Any] = {}
 QUIET: dict[str, Any] = {
@@ -48,19 +49,27 @@ class Recorder(L.Callback):
         self.trace = Trace()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.trace.before = {name: full(p) for name, p in pl_module.named_parameters()}
+        self.trace.before = by_name(pl_module, dict(pl_module.named_parameters()))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        gradients = {name: full(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None}
-        self.trace.gradients.append(gradients)
+        gradients = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+        self.trace.gradients.append(by_name(pl_module, gradients))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.trace.losses.append(float(outputs["loss"]))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.trace.after = {name: full(p) for name, p in pl_module.named_parameters()}
+        self.trace.after = by_name(pl_module, dict(pl_module.named_parameters()))
         self.trace.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.trace.global_step = trainer.global_step
+
+
+def by_name(module: Any, tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """Whole tensors, with the rows in one process's order."""
+    found, rows = {name: full(tensor) for name, tensor in tensors.items()}, joined_rows(module)
+    for name in rows.keys() & found.keys():
+        found[name] = torch.empty_like(found[name]).index_copy_(0, rows[name].order, found[name])
+    return found
 
 
 def full(tensor: Tensor) -> Tensor:

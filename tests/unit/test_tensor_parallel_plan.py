@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from examples.gpt.model import GPT
 from lightning_hybrid.errors import ConfigurationError
-from lightning_hybrid.tensor_parallel.plan import build_tp_plan
+from lightning_hybrid.tensor_parallel.plan import build_tp_plan, check_not_empty
 
 PLAN = {"attention.q": "colwise", "attention.k": "colwise", "attention.v": "colwise", "attention.o": "rowwise"}
 MLP = {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
@@ -72,7 +72,7 @@ def test_every_module_with_parameters_is_in_the_plan_with_a_reason() -> None:
     rows = {row.pattern: row for row in plan.rows()}
     assert rows["model.blocks.*.attention.q"].num_modules == 2
     assert rows["model.blocks.*.attention.q"].num_parameters == 2 * (32 * 32 + 32)
-    assert rows["model.blocks.*.mlp.up"].note == "named by no plan; add it to tp_plan to split it"
+    assert rows["model.blocks.*.mlp.up"].note == 'named by no plan; "colwise_gather_output" in tp_plan splits it'
     assert rows["model.norm"].note == "small: computed alike on every rank"
     assert sum(row.num_parameters for row in rows.values()) == sum(p.numel() for p in gpt().parameters())
     assert "model.blocks.*.attention.o " in str(plan)
@@ -115,10 +115,11 @@ def test_styles_that_do_not_fit_their_module() -> None:
 
 
 def test_nothing_to_split_is_refused_unless_there_is_one_rank() -> None:
-    message = refused(gpt(), None, 2)
-    assert "tensor_parallel_size=2, but no plan says what to split" in message
-    assert "model.blocks.*.attention.q" in message
-    assert not build_tp_plan(gpt(), None, 1).split
+    with pytest.raises(ConfigurationError, match="tensor_parallel_size=2, but nothing can be split") as error:
+        check_not_empty(gpt(), build_tp_plan(gpt(), None, 2))
+    assert "model.blocks.*.mlp.up (named by no plan" in str(error.value)
+    check_not_empty(gpt(), build_tp_plan(gpt(), None, 1))
+    check_not_empty(gpt(), build_tp_plan(gpt(), MLP, 2))
 
 
 def test_torch_styles_are_taken_as_they_are() -> None:

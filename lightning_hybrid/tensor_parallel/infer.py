@@ -1,0 +1,336 @@
+"""How can the layers of a block be split of which no plan says anything? By trying, on one block of each kind.
+
+[Note: what is tried]
+One forward of a block shows which linears take their whole input from other linears, without a residual in between:
+the last one becomes row-wise, those before it column-wise (query, key, value -> output; gate, up -> down). Whether that
+is right depends on the code between them, so each group is tried: whole and split must agree in values and gradients
+(:mod:`check`). What fails stays whole, with the reason in the plan. For each group, in this order:
+
+1. rows split contiguously (separate projections, or one that is viewed as ``[heads, 3, head_dim]``); then, for a linear
+   that joins several projections, each of them by itself (``chunk(3)``, ``[3, heads, head_dim]``, gate and up);
+2. with the module's own counts of heads divided, then also its widths (``n_embd``, ``embed_dim``);
+3. with code that takes head sizes from its input's width (``C // n_head``) shown an input of this rank's width. That
+   *stand-in* has a shape and no values; the column-wise linears know the whole input by it (:mod:`styles`). So the
+   module runs as an attention of width ``C / ranks`` with ``n_head / ranks`` heads.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+from lightning_hybrid.tensor_parallel.attention import why_not_split
+from lightning_hybrid.tensor_parallel.check import Call, kind_of, random_call, random_weights, too_large, try_block
+from lightning_hybrid.tensor_parallel.heads import head_counts, widths
+from lightning_hybrid.tensor_parallel.plan import WHOLE, PlanEntry, TensorParallelPlan
+
+__all__ = ["Group", "find_groups", "infer_plan"]
+
+_ALONE = "no linear before or after it in its block takes or gives all of its features"
+_LOCAL = "code that sizes heads by view(..., -1, head_dim) can be split"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Linears of one block that can be split together; FQNs in the block."""
+
+    first: tuple[str, ...]
+    last: str
+    owner: str
+    """The module whose code runs between them."""
+    stand_ins: tuple[int | str, ...]
+    """Arguments of the owner that the first linears get as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trial:
+    """One block to try plans on."""
+
+    block: nn.Module
+    mesh: DeviceMesh
+    call: Call
+    is_compiled: bool
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size()
+
+    def run(self, part: TensorParallelPlan) -> tuple[TensorParallelPlan, str]:
+        """The plan, mended where that is possible, and what is wrong with it (nothing: empty)."""
+        return try_block(self.block, self.mesh, part, self.call, is_compiled=self.is_compiled)
+
+
+def infer_plan(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    plan: TensorParallelPlan,
+    calls: Mapping[str, Call],
+    blocks: Sequence[str],
+    *,
+    is_compiled: bool = False,
+) -> TensorParallelPlan:
+    """Return the plan with what trying found, for blocks of which neither the user nor Hugging Face says anything.
+
+    A collective of the tensor axis. The module stays as it is; it must be whole.
+
+    Args:
+        module: the module the plan was built for.
+        mesh: the 1-D tensor axis.
+        plan: from :func:`~lightning_hybrid.tensor_parallel.plan.build_tp_plan`.
+        calls: arguments of one block of each kind, see :func:`~lightning_hybrid.tensor_parallel.check.check_plan`.
+        blocks: FQNs of all blocks.
+        is_compiled: whether blocks will be compiled.
+    """
+    shared = _shared(module)
+    for name, call in calls.items() if mesh.size() > 1 else ():
+        part, block = plan.within(name), module.get_submodule(name)
+        if any(entry.source in ("user", "huggingface", "tied") for entry in part.entries):
+            continue
+        trial = _Trial(block=block, mesh=mesh, call=call, is_compiled=is_compiled)
+        part = _infer_block(trial, part, {n[len(name) + 1 :] for n in shared if n.startswith(f"{name}.")})
+        kind = kind_of(block)
+        for other in blocks:
+            if kind_of(module.get_submodule(other)) == kind:
+                plan = _put(plan, other, part, module)
+    return plan
+
+
+def _shared(module: nn.Module) -> set[str]:
+    """Modules with a parameter that another module has too."""
+    owners: dict[int, set[str]] = {}
+    for name, child in module.named_modules():
+        for parameter in child._parameters.values():
+            owners.setdefault(id(parameter), set()).add(name)
+    return {name for key, names in owners.items() if len(names) > 1 and key != id(None) for name in names}
+
+
+def _put(plan: TensorParallelPlan, name: str, part: TensorParallelPlan, module: nn.Module) -> TensorParallelPlan:
+    """Give one block the entries of its like, in the model's order."""
+    ours = {}
+    for entry in part.entries:
+        full = f"{name}.{entry.name}".rstrip(".")
+        ours[full] = replace(entry, name=full, parameters=tuple(f"{name}.{p}" for p in entry.parameters))
+    theirs = [entry for entry in plan.entries if entry.name not in ours]
+    place = {found: index for index, (found, _) in enumerate(module.named_modules())}
+    entries = sorted(
+        [*theirs, *ours.values()],
+        key=lambda e: place.get(e.name, place[e.name.rpartition(".")[0]] if e.is_parameter else 0),
+    )
+    counts = {entry.name: plan.num_parameters.get(entry.name, 0) for entry in entries}
+    return replace(plan, entries=tuple(entries), num_parameters=counts)
+
+
+def _infer_block(trial: _Trial, part: TensorParallelPlan, shared: set[str]) -> TensorParallelPlan:
+    block = trial.block
+    if reason := too_large(block):
+        return _noted(part, [name for name, _ in _linears(block)], f"{reason}; name it in tp_plan")
+    try:
+        groups = find_groups(block, trial.call)
+    except Exception as error:  # a block that needs more than its arguments
+        return _noted(part, [name for name, _ in _linears(block)], f"the block does not run alone: {_short(error)}")
+    part = _noted(part, [name for name, _ in _linears(block)], _ALONE)
+    for name, attention in block.named_modules():
+        if isinstance(attention, nn.MultiheadAttention):
+            part = _try_attention(name, attention, trial, part)
+    for group in groups:
+        names = [*group.first, group.last]
+        if tied := sorted(shared & set(names)):
+            part = _noted(part, names, f"{', '.join(tied)} shares its weight with another module")
+        else:
+            part = _try_group(group, trial, part)
+    return part
+
+
+def _try_attention(
+    name: str, attention: nn.MultiheadAttention, trial: _Trial, part: TensorParallelPlan
+) -> TensorParallelPlan:
+    names = [name, f"{name}.out_proj".lstrip(".")]
+    if reason := why_not_split(attention, trial.size):
+        return _noted(part, names, reason)
+    changes: dict[str, dict[str, Any]] = {
+        names[0]: {"style": "attention", "parts": (attention.embed_dim,) * 3},
+        names[1]: {"style": "rowwise"},
+    }
+    found, reason = trial.run(_changed(part, changes))
+    return _noted(part, names, reason) if reason else found
+
+
+def _try_group(group: Group, trial: _Trial, part: TensorParallelPlan) -> TensorParallelPlan:
+    """Try the ways of the note above, simplest first; the first that is right is taken."""
+    names = [*group.first, group.last]
+    block, size, first_reason = trial.block, trial.size, ""
+    owner = block.get_submodule(group.owner)
+    if reason := _does_not_divide(block, group, size):
+        return _noted(part, names, reason)
+    odd = next(((n, c) for n, c in head_counts(owner).items() if c % size), None)
+    for parts in _parts(block, group):
+        if any(rows % size for of_linear in parts.values() for rows in of_linear):
+            continue
+        for numbers, stand_ins in _numbers(block, group, size):
+            changes: dict[str, dict[str, Any]] = {
+                name: {"style": "colwise", "parts": parts.get(name, ())} for name in group.first
+            }
+            changes[group.last] = {"style": "rowwise"}
+            if numbers or stand_ins:
+                changes[group.owner] = {"style": "local_numbers", "numbers": numbers, "stand_ins": stand_ins}
+            found, reason = trial.run(_changed(part, changes))
+            if not reason:
+                return found
+            first_reason = first_reason or reason
+    if odd:
+        first_reason = f"tensor_parallel_size={size} does not divide {odd[0]}={odd[1]}: a head cannot be cut"
+    else:
+        first_reason = f"{first_reason}; {_LOCAL}"
+    return _noted(part, names, first_reason)
+
+
+def _does_not_divide(block: nn.Module, group: Group, size: int) -> str | None:
+    sizes = [(f"out_features of {name}", block.get_submodule(name).out_features) for name in group.first]
+    sizes.append((f"in_features of {group.last}", block.get_submodule(group.last).in_features))
+    for word, number in sizes:
+        if number % size:  # type: ignore[operator]
+            return f"tensor_parallel_size={size} does not divide {word}, {number}"
+    return None
+
+
+def _parts(block: nn.Module, group: Group) -> Iterator[dict[str, tuple[int, ...]]]:
+    """What the first linears may join: nothing; or several projections, by their widths beside the last one's input."""
+    yield {}
+    inner = block.get_submodule(group.last).in_features
+    guesses = {name: _joins(block.get_submodule(name).out_features, inner) for name in group.first}  # type: ignore[arg-type]
+    for number in range(max(map(len, guesses.values()))):
+        yield {name: found[number] for name, found in guesses.items() if number < len(found)}
+
+
+def _joins(rows: int, inner: int) -> list[tuple[int, ...]]:
+    """Sizes of the projections that a linear of so many rows may join, where attention's inner width is ``inner``."""
+    found: dict[tuple[int, ...], None] = {}
+    if rows > inner and rows % inner == 0:  # query, key, value; gate, up
+        found[(inner,) * (rows // inner)] = None
+    if rows > inner and (rows - inner) % 2 == 0:  # keys and values have fewer heads
+        found[(inner, (rows - inner) // 2, (rows - inner) // 2)] = None
+    if rows != inner and rows % 2 == 0:  # key and value, beside the query
+        found[(rows // 2,) * 2] = None
+    return list(found)
+
+
+def _numbers(block: nn.Module, group: Group, size: int) -> Iterator[tuple[tuple[str, ...], tuple[int | str, ...]]]:
+    """Attributes of the owner to divide, and arguments to show as this rank's width; from none to all."""
+    owner = block.get_submodule(group.owner)
+    counts = head_counts(owner)
+    inner: Any = block.get_submodule(group.last).in_features
+    sizes = {inner, *(block.get_submodule(name).out_features for name in group.first)}
+    sizes |= {rows // 3 for rows in sizes if rows % 3 == 0} | {rows // 2 for rows in sizes if rows % 2 == 0}
+    wide = widths(owner, sizes)
+    yield (), ()
+    if any(count % size for count in (*counts.values(), *wide.values())):
+        return
+    ways = [
+        (tuple(counts), ()),
+        ((*counts, *wide), ()),
+        (tuple(counts), group.stand_ins),
+        ((*counts, *wide), group.stand_ins),
+    ]
+    yield from (way for way in dict.fromkeys(ways) if way[0] or way[1])
+
+
+def find_groups(block: nn.Module, call: Call) -> list[Group]:
+    """Run a copy of the block once and read from its autograd graph which linears feed which.
+
+    Raises:
+        Exception: whatever the block raises on the arguments of ``call``.
+    """
+    block = random_weights(copy.deepcopy(block).float()).eval()
+    args, kwargs = random_call(call, torch.float32)
+    seen: dict[str, list[tuple[Any, Any, Any]]] = {}
+    for name, child in block.named_modules():
+        child.register_forward_hook(
+            lambda _, a, k, out, name=name: seen.setdefault(name, []).append((a, k, out)), with_kwargs=True
+        )
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        nn.Module.__call__(block, *args, **kwargs)
+    once = {
+        name: calls[0]
+        for name, _ in _linears(block)
+        if len(calls := seen.get(name, [])) == 1 and isinstance(calls[0][2], Tensor) and calls[0][0]
+    }
+    producers = {out.grad_fn: name for name, (_, _, out) in once.items() if out.grad_fn is not None}
+    groups: list[Group] = []
+    taken: set[str] = set()
+    for name, (linear_args, _, _) in once.items():
+        feeds = _feeds(linear_args[0], producers, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
+        if feeds and name not in taken and not feeds & taken:
+            taken |= {name, *feeds}
+            first = tuple(other for other in once if other in feeds)
+            groups.append(_group(first, name, once, seen))
+    return groups
+
+
+def _feeds(x: Tensor, producers: Mapping[Any, str], inputs: list[Tensor]) -> set[str]:
+    """Linears from whose outputs alone ``x`` is computed; none if something else of the block's input gets there."""
+    if x.grad_fn is None:
+        return set()
+    found: set[str] = set()
+    waiting, visited = [x.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        if node in producers:
+            found.add(producers[node])
+        elif any(getattr(node, "variable", None) is leaf for leaf in inputs):
+            return set()
+        else:
+            waiting += [following for following, _ in node.next_functions if following is not None]
+    return found
+
+
+def _group(first: tuple[str, ...], last: str, once: Mapping[str, Any], seen: Mapping[str, Any]) -> Group:
+    owner = first[0].rpartition(".")[0]
+    while not all(f"{name}.".startswith(f"{owner}." if owner else "") for name in first):
+        owner = owner.rpartition(".")[0]
+    args, kwargs, _ = seen[owner][0] if len(seen.get(owner, [])) == 1 else ((), {}, None)
+    given = [once[name][0][0] for name in first]
+    handed = {**dict(enumerate(args)), **kwargs}
+    stand_ins = tuple(key for key, value in handed.items() if any(value is x for x in given))
+    return Group(first=first, last=last, owner=owner, stand_ins=stand_ins)
+
+
+def _linears(block: nn.Module) -> list[tuple[str, nn.Linear]]:
+    return [
+        (name, child)
+        for name, child in block.named_modules()
+        if isinstance(child, nn.Linear) and name and child._parameters.get("weight") is not None
+    ]
+
+
+def _changed(part: TensorParallelPlan, changes: Mapping[str, Mapping[str, Any]]) -> TensorParallelPlan:
+    """The plan with other entries for some modules; what stands outside of a change stays."""
+    known = {entry.name: entry for entry in part.entries if not entry.is_parameter}
+    for name, change in changes.items():
+        before = known.get(name, PlanEntry(name=name, style=WHOLE, source="inferred"))
+        known[name] = dataclasses.replace(before, source="inferred", note="", **change)
+    entries = (*(e for e in part.entries if e.is_parameter), *known.values())
+    counts = {entry.name: part.num_parameters.get(entry.name, 0) for entry in entries}
+    return replace(part, entries=entries, num_parameters=counts)
+
+
+def _noted(part: TensorParallelPlan, names: Sequence[str], note: str) -> TensorParallelPlan:
+    """The plan with the reason why these stay whole."""
+    entries = tuple(
+        replace(entry, note=note) if entry.name in names and not entry.is_split else entry for entry in part.entries
+    )
+    return replace(part, entries=entries)
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:120]
