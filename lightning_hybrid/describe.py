@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from lightning_hybrid.holdings import device_memory, holdings
 from lightning_hybrid.layout import Layout
+from lightning_hybrid.memory import Memory, memory_lines
 from lightning_hybrid.tensor_parallel.plan import SMALL, TensorParallelPlan, layers_joined
 
-__all__ = ["describe_run", "layout_table"]
+__all__ = ["describe_run", "layout_table", "memory_table"]
 
 _SAID_BY = {
     "user": "tp_plan",
@@ -22,7 +25,10 @@ _SAID_BY = {
 
 
 def describe_run(strategy: Any, part: Any, pipeline: Any) -> dict[str, Any]:
-    """Return degrees, schedule and what this rank holds. ``num_parameters`` counts this rank's shards only."""
+    """Return degrees, schedule and what this rank holds. ``num_parameters`` counts this rank's shards only.
+
+    ``memory`` is in bytes (:class:`~lightning_hybrid.memory.Memory`); optimizers are known once they are set up.
+    """
     layout, here = strategy.layout, strategy.coordinate
     parameters = list(strategy.lightning_module.parameters()) if strategy.lightning_module is not None else []
     held = {
@@ -49,7 +55,16 @@ def describe_run(strategy: Any, part: Any, pipeline: Any) -> dict[str, Any]:
         "num_stages": strategy.num_stages,
         "stages_per_rank": strategy.choice.stages_per_rank,
         "holds": held,
+        "memory": asdict(holdings(strategy, part, pipeline, list(strategy.optimizers))) if part is not None else None,
     }
+
+
+def memory_table(strategy: Any) -> str:
+    """Return lines that say what a training step needs on each rank. A collective over the world."""
+    own = strategy.describe()["memory"]
+    rows = strategy.all_gather_object(own) if strategy.layout.world_size > 1 else [own]
+    found = {rank: Memory(**row) for rank, row in enumerate(rows)}
+    return "\n".join(memory_lines(found, device_memory(strategy.root_device)))
 
 
 def _stage(stages: Any, stage: int) -> dict[str, Any]:

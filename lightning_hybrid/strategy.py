@@ -25,7 +25,7 @@ from typing_extensions import override
 from lightning_hybrid.choose import can_run, check_run, choose_from_archive
 from lightning_hybrid.clock import Clock
 from lightning_hybrid.data import make_peekable, same_worker_seeds
-from lightning_hybrid.describe import describe_run, layout_table
+from lightning_hybrid.describe import describe_run, layout_table, memory_table
 from lightning_hybrid.evaluation import EvaluationHooks, refuse_too_few_samples
 from lightning_hybrid.gradients import zeroes_unseen
 from lightning_hybrid.launchers import HybridMultiProcessingLauncher
@@ -212,7 +212,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         return self.choice.table(self.layout, num_microbatches)
 
     def describe(self) -> dict[str, Any]:
-        """Return degrees, schedule and what this rank holds, as plain values."""
+        """Return degrees, schedule, what this rank holds, and the bytes that a step needs, as plain values."""
         return describe_run(self, self._part, self._pipeline)
 
     # ---- identity and wiring -----------------------------------------------------------------------------------
@@ -313,6 +313,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         self._hook_precision()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            rank_zero_info(memory_table(self))
         self.setup_precision_plugin()
 
     def _parallelize(self, trainer: Any) -> None:

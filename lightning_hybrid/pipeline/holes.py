@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["Hole", "placeholder"]
+__all__ = ["Hole", "KeptBytes", "placeholder"]
 
 
 def placeholder(parameter: Tensor, device: torch.device | None = None) -> Tensor:
@@ -55,12 +57,13 @@ class Hole:
     module that branches on values cannot run so, and runs once on zeros instead.
     """
 
-    def __init__(self, module: nn.Module, keep: dict[int, Any], memory: dict[Any, _Template]) -> None:
+    def __init__(self, module: nn.Module, keep: dict[int, Any], memory: dict[Any, Any]) -> None:
         """``keep`` maps ids of objects that must not be copied to themselves; ``memory`` is shared between holes."""
         replaced: dict[int, Any] = dict(keep)
         for parameter in module.parameters():
             replaced[id(parameter)] = nn.Parameter(placeholder(parameter), requires_grad=False)
         self._twin = copy.deepcopy(module, replaced)
+        self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self._kind = (type(module), tuple((name, p.shape) for name, p in module.named_parameters()))
         self._memory = memory
 
@@ -78,6 +81,34 @@ class Hole:
         found = self._template(args, kwargs, tree_flatten((args, kwargs))[0]).left_behind
         return [(path, key, _make("zeros", look, [])) for path, key, look in found]
 
+    def kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """Return the bytes that autograd keeps of one forward on such arguments; ``None`` where they cannot be counted.
+
+        Weights do not count, nor what the module keeps in attributes.
+        """
+        leaves = tree_flatten((args, kwargs))[0]
+        wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        signature = "kept", self._trained, wants, self._signature(args, kwargs, leaves)
+        if signature not in self._memory:
+            self._memory[signature] = self._count_kept(args, kwargs)
+        found: int | None = self._memory[signature]
+        return found
+
+    def _count_kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        before, counted = self._attributes(), KeptBytes()
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+                fake = tree_map_only(Tensor, lambda t: _like(mode.from_tensor(t.detach()), t), (args, kwargs))
+                weights = {name: w.requires_grad_(name in self._trained) for name, w in self._weights().items()}
+                counted.ignore(weights.values())
+                with counted:
+                    _ = functional_call(self._twin, weights, fake[0], fake[1])
+        except Exception:
+            return None
+        finally:
+            list(self._take_new_attributes(before))
+        return counted.total
+
     def to(self, device: torch.device) -> None:
         """Move the weightless copy to a device."""
         for module in self._twin.modules():
@@ -89,11 +120,15 @@ class Hole:
         self._memory.clear()
 
     def _template(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> _Template:
-        autocast = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
-        signature = (self._kind, self._twin.training, autocast, len(args), *kwargs, *map(_look, leaves))
+        signature = self._signature(args, kwargs, leaves)
         if signature not in self._memory:
             self._memory[signature] = self._learn(args, kwargs, leaves)
-        return self._memory[signature]
+        found: _Template = self._memory[signature]
+        return found
+
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> tuple[Any, ...]:
+        autocast = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+        return (self._kind, self._twin.training, autocast, len(args), *kwargs, *map(_look, leaves))
 
     def _weights(self) -> dict[str, Tensor]:
         """Zeros that look like weights to kernels which mind strides; fake ones take no memory."""
@@ -131,6 +166,34 @@ class Hole:
                 yield path, key, (value.shape, value.dtype, torch.device(value.device))
         for (path, key), value in before.items():
             self._twin.get_submodule(path).__dict__[key] = value
+
+
+class KeptBytes(saved_tensors_hooks):
+    """While active, adds up the memory that autograd keeps for backwards, each piece once."""
+
+    def __init__(self) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
+        self.total = 0
+        self._seen: dict[int, Any] = {}
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Let these tensors' memory not count."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._seen[storage._cdata] = StorageWeakRef(storage)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        seen = self._seen.get(storage._cdata)
+        if seen is None or seen.expired():
+            self._seen[storage._cdata] = StorageWeakRef(storage)
+            self.total += storage.nbytes()
+        return tensor
+
+
+def _like(fake: Tensor, real: Tensor) -> Tensor:
+    """Have a fake argument require a gradient, without being a leaf, where the real one does."""
+    return fake.requires_grad_().view_as(fake) if real.requires_grad else fake
 
 
 def _how(leaf: Any, arguments: list[Any], looks: list[Any]) -> tuple[str, Any]:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import Metric
 
 from lightning_hybrid.errors import PipelineError
-from lightning_hybrid.pipeline.holes import Hole
+from lightning_hybrid.pipeline.holes import Hole, KeptBytes
 
 __all__ = ["Labels", "Probe", "StepFacts", "written_tensors"]
 
@@ -171,6 +171,12 @@ class StepFacts:
     """For each block the floating point operations of one forward on the probe's micro-batch."""
     flops_outside: tuple[float, ...]
     """The same for each segment."""
+    kept: tuple[int | None, ...] = ()
+    """For each block the bytes that autograd keeps of one forward on it; ``None`` where they cannot be counted."""
+    kept_arguments: tuple[int, ...] = ()
+    """For each block the bytes of its arguments that require a gradient."""
+    kept_outside: tuple[int | None, ...] = ()
+    """For each segment what autograd keeps of the code there."""
 
     def check_structure(self, index: int, leaves: list[Any]) -> None:
         """Refuse flattened arguments of a block that are not like the probe's: what travels is known by position.
@@ -199,6 +205,8 @@ class Probe:
     """To be active while the step runs."""
     reads: Reads = field(init=False)
     """To be active while the step runs."""
+    saved: KeptBytes = field(default_factory=KeptBytes)
+    """To be active while the step runs."""
     order: list[str] = field(default_factory=list)
     _arguments: list[tuple[int, ...]] = field(default_factory=list)
     _differentiable: list[tuple[bool, ...]] = field(default_factory=list)
@@ -206,6 +214,10 @@ class Probe:
     _uses: list[set[str]] = field(default_factory=lambda: [set()])
     _flops: list[float] = field(default_factory=list)
     _flops_outside: list[float] = field(default_factory=lambda: [0.0])
+    _kept: list[int | None] = field(default_factory=list)
+    _kept_arguments: list[int] = field(default_factory=list)
+    _kept_outside: list[int | None] = field(default_factory=list)
+    _kept_by_parts: list[int | None] = field(default_factory=list)
     _carried: dict[int, Tensor] = field(default_factory=dict)
     _reuses: list[bool] = field(default_factory=list)
     _undo: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
@@ -217,6 +229,7 @@ class Probe:
         self.reads = Reads(self._read)
         for parameter, name in self.parameter_names.items():
             self.labels.add(parameter, [_Label(None, name)])
+        self.saved.ignore(self.parameter_names)
 
     @property
     def _segment(self) -> int:
@@ -251,8 +264,11 @@ class Probe:
         self._carried = {id(leaves[i]): leaves[i] for i in positions}
         for leaf in self._carried.values():
             self._carry(leaf)
+        self._end_segment()
+        self._kept_arguments.append(sum(x.nbytes for x in leaves if isinstance(x, Tensor) and x.requires_grad))
         with _disable_current_modes():
             self._flops.append(float(hole.flops(args, kwargs)))
+            self._kept.append(hole.kept(args, kwargs))
         return self._fresh(name, part, hole, args, kwargs)
 
     def outside(
@@ -269,7 +285,14 @@ class Probe:
         self._uses[self._segment].update(parameters)
         with _disable_current_modes():
             self._flops_outside[self._segment] += float(hole.flops(args, kwargs))
+            self._kept_by_parts.append(hole.kept(args, kwargs))
         return self._fresh(name, part, hole, args, kwargs)
+
+    def _end_segment(self) -> None:
+        """Settle what the code since the last block keeps: its own, and that of modules outside of the blocks."""
+        parts = self._kept_by_parts
+        self._kept_outside.append(None if None in parts else self.saved.total + sum(part or 0 for part in parts))
+        self.saved.total, self._kept_by_parts = 0, []
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stand for ``self.log``: the value must be right on the last stage, where logging happens."""
@@ -282,6 +305,7 @@ class Probe:
 
     def finish(self, output: Any) -> StepFacts:
         """Note the step's output and return the facts."""
+        self._end_segment()
         results = [("the step's output", tree_leaves(output)), *self._logged]
         for name, leaves in results:
             self._check(name, leaves)
@@ -307,6 +331,9 @@ class Probe:
             redraws=drawn is not None and drawn < self._segment,
             flops=tuple(self._flops),
             flops_outside=tuple(self._flops_outside),
+            kept=tuple(self._kept),
+            kept_arguments=tuple(self._kept_arguments),
+            kept_outside=tuple(self._kept_outside),
         )
 
     def _fresh(self, name: str, part: nn.Module, hole: Hole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

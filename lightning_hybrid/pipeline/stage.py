@@ -145,6 +145,11 @@ class StageRun:
         self._substitutes[id(local)] = (local, real)
         return real
 
+    def forget(self) -> None:
+        """Let go of the tensors, once the backward is over: the graph's node that they came from refers to this run."""
+        self.inputs, self.received, self.gradients = [], [], []
+        self._substitutes.clear()
+
     def substitute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace values that the user's variables still hold from before the first own block."""
         if not self._substitutes:
@@ -244,7 +249,13 @@ class Cut:
         try:
             for value, _, wants in released:  # all ranks learn the same, whatever they hold
                 value.requires_grad_(wants)
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]), self._probe.labels, self._probe.reads:
+            with (
+                torch.enable_grad(),
+                torch.random.fork_rng(devices=[]),
+                self._probe.labels,
+                self._probe.reads,
+                self._probe.saved,
+            ):
                 yield self._probe
         finally:
             for value, _, _ in released:

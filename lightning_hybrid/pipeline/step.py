@@ -216,6 +216,7 @@ class PipelineRank:
             gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(received, found, strict=True)]
             self._hand_over("B", gradients, stage - 1, microbatch)
         if kind is not Kind.BACKWARD_INPUT:
+            flight.run.forget()
             del self._flights[stage, microbatch]
         marks.end()
 

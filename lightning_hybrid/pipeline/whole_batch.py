@@ -66,6 +66,7 @@ class WholeBatch:
             whole = self._run.gradients or [None] * len(self._dims)
             self._gradients = [self._rows(gradient, i) for i, gradient in enumerate(whole)]
             self._loss = None
+            self._run.forget()
         return [rows[microbatch] for rows in self._gradients]
 
     def _rows(self, gradient: Tensor | None, index: int) -> list[Tensor]:
