@@ -127,12 +127,16 @@ def _activations(strategy: Any, part: Any) -> int | None:
         return None
     whole, outside = ([number or 0 for number in found] for found in (facts.kept, facts.kept_outside))
     blocks = whole if how == "none" else facts.kept_arguments
-    kept = {}
+    kept, recomputed = {}, {}
     for stage in _stages(strategy):
-        indices = part.stages.ranges[stage]
-        kept[stage] = sum(blocks[i] + outside[i + 1] for i in indices) + (outside[0] if stage == 0 else 0)
+        kept[stage] = recomputed[stage] = 0
+        for i in reversed(part.stages.ranges[stage]):  # as the backward goes: what it has passed is free
+            kept[stage] += outside[i + 1]
+            recomputed[stage] = max(recomputed[stage], whole[i] - kept[stage])
+            kept[stage] += blocks[i]
+        kept[stage] += outside[0] if stage == 0 else 0
     row = strategy.schedule_table(strategy.num_microbatches)[strategy.schedule_rank]
-    return most_in_flight(row, kept, recomputed=max(whole) if how == "full" else 0)
+    return most_in_flight(row, kept, recomputed if how == "full" else {})
 
 
 def _messages(strategy: Any, part: Any) -> int:

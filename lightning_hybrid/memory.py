@@ -40,13 +40,15 @@ class Memory:
         return all(getattr(self, field.name) is not None for field in fields(self))
 
 
-def most_in_flight(actions: Sequence[Action], kept: Mapping[int, int], recomputed: int = 0) -> int:
+def most_in_flight(
+    actions: Sequence[Action], kept: Mapping[int, int], recomputed: Mapping[int, int] | None = None
+) -> int:
     """Return the most bytes that one rank's row of a schedule keeps for backwards at once.
 
     Args:
         actions: The row, in order.
         kept: For each of the rank's stages the bytes that one micro-batch's forward leaves behind.
-        recomputed: What a backward holds beside that while it runs (a block whose activations are recomputed).
+        recomputed: For stages whose backward at some time holds more than that, how much (blocks are run once more).
     """
     held = most = 0
     for action in actions:
@@ -54,7 +56,7 @@ def most_in_flight(actions: Sequence[Action], kept: Mapping[int, int], recompute
             held += kept[action.stage]
             most = max(most, held)
         else:
-            most = max(most, held + recomputed)
+            most = max(most, held + (recomputed or {}).get(action.stage, 0))
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             held -= kept[action.stage]
     return most

@@ -188,7 +188,7 @@ class KeptBytes(saved_tensors_hooks):
         if seen is None or seen.expired():
             self._seen[storage._cdata] = StorageWeakRef(storage)
             self.total += storage.nbytes()
-        return tensor
+        return tensor.detach()  # itself it would keep the node alive that made it, and saves it
 
 
 def _like(fake: Tensor, real: Tensor) -> Tensor:

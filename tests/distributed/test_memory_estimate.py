@@ -25,7 +25,7 @@ from tests.distributed.equality import QUIET, must_differ
 from tests.ranks import run_ranks
 
 WIDTH, ROWS_PER_RANK = 64, 64
-TOLERANCE = 0.12
+TOLERANCE = 0.1
 DEGREES: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_parallel_size": 2, "schedule": "1F1B"},
     "pp2-full": {"pipeline_parallel_size": 2, "schedule": "1F1B", "activation_checkpointing": "full"},
@@ -139,7 +139,7 @@ def optimizer_states_forgotten() -> None:
 
 
 def first_micro_batch_only() -> None:
-    holdings.most_in_flight = lambda row, kept, recomputed: max(kept.values())
+    holdings.most_in_flight = lambda row, kept, recomputed=None: max(kept.values())
 
 
 def runs_not_forgotten() -> None:
@@ -184,7 +184,7 @@ def test_states_of_an_optimizer_are_counted_by_its_own_step(
 def test_in_flight_is_the_most_at_any_time() -> None:
     first, last = (find_schedule("1F1B").table(2, 4, 1)[rank] for rank in range(2))
     assert most_in_flight(first, {0: 10}) == 20 and most_in_flight(last, {1: 10}) == 10
-    assert most_in_flight(find_schedule("GPipe").table(2, 4, 1)[0], {0: 10}, recomputed=3) == 43
+    assert most_in_flight(find_schedule("GPipe").table(2, 4, 1)[0], {0: 10}, recomputed={0: 3}) == 43
     split = [Action(Kind(kind), 0, 0) for kind in "FIW"] + [Action(Kind("F"), 0, 1)]
     assert most_in_flight([split[0], split[1], split[3]], {0: 10}) == 20  # the weights' backward is still to come
     assert most_in_flight(split, {0: 10}) == 10
