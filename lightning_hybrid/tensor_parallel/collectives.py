@@ -71,7 +71,7 @@ def enter_split(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def leave_partial(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum the ranks' partial results. Works in place: ``x`` must be fresh and used nowhere else."""
+    """Sum the ranks' partial results."""
     return _LeavePartial.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -119,8 +119,8 @@ class _EnterSplit(torch.autograd.Function):
 class _LeavePartial(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        # Shares storage and version with x: should anything have kept x for its backward, autograd says so.
-        total = x.detach().contiguous()
+        # Not in place: selective recomputation keeps the product before, and would sum it once more.
+        total = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_hybrid.randomness import SHARES
+from lightning_hybrid.randomness import SHARES, random_mark
 
 __all__ = ["wrong_draws"]
 
@@ -39,9 +39,13 @@ class _Draws(TorchDispatchMode):
         self.found: list[_Draw] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
         by_share = SHARES.is_open  # before: a fused kernel may draw too
+        device = next((leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.is_cuda), None)
+        before = random_mark(device)
         out = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if random_mark(device) != before:  # fused attention need not draw
             shape = next((tuple(leaf.shape) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)), ())
             if shape:  # streams start from a single number
                 self.found.append(_Draw(operation=str(func), shape=shape, by_share=by_share))

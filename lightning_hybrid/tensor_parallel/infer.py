@@ -166,7 +166,7 @@ def _try_attention(
 def _try_group(group: Group, trial: _Trial, part: TensorParallelPlan) -> TensorParallelPlan:
     """Try the ways of the note above, simplest first; the first that is right is taken."""
     names = [*group.first, group.last]
-    block, size, first_reason = trial.block, trial.size, ""
+    block, size, reasons = trial.block, trial.size, list[str]()
     owner = block.get_submodule(group.owner)
     if reason := _does_not_divide(block, group, size):
         return _noted(part, names, reason)
@@ -184,12 +184,14 @@ def _try_group(group: Group, trial: _Trial, part: TensorParallelPlan) -> TensorP
             found, reason = trial.run(_changed(part, changes))
             if not reason:
                 return found
-            first_reason = first_reason or reason
+            reasons.append(reason)
     if odd:
-        first_reason = f"tensor_parallel_size={size} does not divide {odd[0]}={odd[1]}: a head cannot be cut"
-    else:
-        first_reason = f"{first_reason}; {_LOCAL}"
-    return _noted(part, names, first_reason)
+        return _noted(
+            part, names, f"tensor_parallel_size={size} does not divide {odd[0]}={odd[1]}: a head cannot be cut"
+        )
+    furthest = min(reasons, key=lambda reason: (reason.startswith("fails"), reason.startswith("differs")))
+    remedy = f"; {_LOCAL}" if furthest.startswith(("fails", "differs")) else ""
+    return _noted(part, names, furthest + remedy)
 
 
 def _does_not_divide(block: nn.Module, group: Group, size: int) -> str | None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import lightning_hybrid.checkpoint.consolidate as consolidate
 import lightning_hybrid.tensor_parallel.check as check
+import lightning_hybrid.tensor_parallel.collectives as collectives
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
@@ -203,6 +204,33 @@ def test_every_layout_over_two_ranks(degrees: dict[str, int]) -> None:
     # 'heads first' and 'grouped' need no more than what is divided by itself
     assert ATTENTION - notes.split <= {"blocks.5.attn"}
     assert {f"blocks.{i}.mlp.{name}" for i in range(6) for name in ("gate_up", "down")} <= notes.split
+
+
+def test_with_recomputation_and_compiled() -> None:
+    """Selective recomputation keeps products, which the sum over ranks must not change."""
+    ways = [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"compile": {"backend": "aot_eager"}},
+    ]
+    model = {"layouts": ("chunk", "grouped")}
+    right = run_ranks(1, train, [(model, ONE_PROCESS)])[0][0][0]
+    found = run_ranks(2, train, [(model, {"tensor_parallel_size": 2, **way}) for way in ways], timeout=200)
+    for index, _ in enumerate(ways):
+        assert_equal(right, [run[index][0] for run in found])
+        assert {"blocks.0.attn.c_attn", "blocks.1.attn.c_attn"} <= found[0][index][1].split
+    with must_differ():
+        wrong = run_ranks(2, train, [(model, {"tensor_parallel_size": 2, **ways[1]})], sums_in_place)
+        assert_equal(right, [run[0][0] for run in wrong])
+
+
+def sums_in_place() -> None:
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        total = x.detach()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    collectives._LeavePartial.forward = staticmethod(forward)  # type: ignore[method-assign]
 
 
 def test_four_ranks_and_sizes_that_do_not_divide() -> None:
