@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lightning_hybrid.randomness import SHARES
 from lightning_hybrid.tensor_parallel.collectives import enter_split, gather_features, leave_partial
 
-__all__ = ["attend", "why_not_split"]
+__all__ = ["attend", "cuts_a_head", "why_not_split"]
 
 
 def why_not_split(module: nn.MultiheadAttention, size: int) -> str | None:
@@ -22,12 +22,18 @@ def why_not_split(module: nn.MultiheadAttention, size: int) -> str | None:
     if type(module).forward is not nn.MultiheadAttention.forward:
         return "a subclass of nn.MultiheadAttention with a forward of its own"
     if module.num_heads % size:
-        return f"tensor_parallel_size={size} does not divide num_heads={module.num_heads}: a head cannot be cut"
+        return cuts_a_head("num_heads", module.num_heads, size)
     if not module._qkv_same_embed_dim:
         return "its keys or values have a width of their own (kdim, vdim)"
     if module.bias_k is not None or module.add_zero_attn:
         return "it adds a key of its own (add_bias_kv, add_zero_attn)"
     return None
+
+
+def cuts_a_head(word: str, count: int, size: int) -> str:
+    """Say that so many heads cannot be shared out, and among how many ranks they can."""
+    fits = ", ".join(str(number) for number in range(1, size) if count % number == 0)
+    return f"tensor_parallel_size={size} does not divide {word}={count}, and a head cannot be cut ({fits} would do)"
 
 
 def attend(

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from lightning_hybrid.tensor_parallel.attention import why_not_split
+from lightning_hybrid.tensor_parallel.attention import cuts_a_head, why_not_split
 from lightning_hybrid.tensor_parallel.check import Call, kind_of, random_call, random_weights, too_large, try_block
 from lightning_hybrid.tensor_parallel.heads import head_counts, widths
 from lightning_hybrid.tensor_parallel.plan import WHOLE, PlanEntry, TensorParallelPlan
@@ -186,9 +186,7 @@ def _try_group(group: Group, trial: _Trial, part: TensorParallelPlan) -> TensorP
                 return found
             reasons.append(reason)
     if odd:
-        return _noted(
-            part, names, f"tensor_parallel_size={size} does not divide {odd[0]}={odd[1]}: a head cannot be cut"
-        )
+        return _noted(part, names, cuts_a_head(*odd, size))
     furthest = min(reasons, key=lambda reason: (reason.startswith("fails"), reason.startswith("differs")))
     remedy = f"; {_LOCAL}" if furthest.startswith(("fails", "differs")) else ""
     return _noted(part, names, furthest + remedy)

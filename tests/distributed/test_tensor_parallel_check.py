@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lightning_hybrid.tensor_parallel.check as check_module
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel.check import check_plan, record_calls
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, build_tp_plan
@@ -122,6 +123,18 @@ def test_a_right_plan_passes_and_the_model_is_left_alone(run_ranks: Ranks) -> No
             assert parameter.grad is None
 
     run_ranks(2, rank)
+
+
+def test_a_block_too_large_to_be_run_is_not_checked(run_ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    """Its plan is taken as it is, with a warning: here a wrong one."""
+
+    def rank(rank: int) -> str:
+        check_module._LARGEST = 4 * 32 * 96
+        check(nn.ModuleList([Attention("chunk")]), BLOCK_PLAN, 2, {"0": ((hidden(),), {})})
+        return caplog.text
+
+    for text in run_ranks(2, rank):
+        assert "plan of 0 was not checked: a block of 0.0 GB is too large to be run whole" in text
 
 
 def test_a_row_wise_layer_left_out_is_refused(run_ranks: Ranks) -> None:

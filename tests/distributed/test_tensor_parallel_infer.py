@@ -243,7 +243,7 @@ def test_four_ranks_and_sizes_that_do_not_divide() -> None:
         == "tensor_parallel_size=4 does not divide out_features of mlp.gate_up, 66"
     )
     assert notes[0].whole["blocks.1.attn.c_attn"] == (
-        "tensor_parallel_size=4 does not divide kv_heads=2: a head cannot be cut"
+        "tensor_parallel_size=4 does not divide kv_heads=2, and a head cannot be cut (1, 2 would do)"
     )
     assert not any(".attn" in name for name in notes[1].split)
 
