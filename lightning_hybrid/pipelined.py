@@ -17,7 +17,7 @@ from lightning_hybrid.gradients import GradientLedger
 from lightning_hybrid.logged_values import LogRecorder, MetricMirror, merge_outputs, without_large_tensors
 from lightning_hybrid.microbatches import BatchSplitter
 from lightning_hybrid.pipeline.activations import look_of
-from lightning_hybrid.pipeline.contract import LossCheck, cut_point
+from lightning_hybrid.pipeline.contract import Rehearsal, rehearsed_sizes
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine, read_loss
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.schedule import Action, ScheduleSpec
@@ -66,7 +66,7 @@ class PipelinedStep:
         self._metrics = MetricMirror(module)
         self._last_rank = spec.rank_of_stage(rank.num_stages - 1, rank.num_ranks)
         self._inside, self._quiet, self._whole_batch_loss = inside, quiet, whole_batch_loss
-        self._said = self._checked = False
+        self._said, self._checkable, self._num_trained = False, True, 0
         self._checksum: tuple[Any, ...] = ()
 
     def train(self, batch: Any, *rest: Any) -> Any:
@@ -79,11 +79,9 @@ class PipelinedStep:
         parts, sizes = zip(*self._splitter.split(batch, self.num_microbatches), strict=True)
         recorder = LogRecorder()
         facts = self._facts("training_step", batch if self._whole_batch_loss else parts[0], rest)
-        check = self._loss_check(facts, batch, sizes, rest)
+        self._check_contract(facts, batch, sizes, rest)
 
         def step(i: int) -> Any:
-            if check is not None:
-                check.watch(i)
             notes = LogRecorder() if self._whole_batch_loss else recorder
             return self._one("training_step", notes, i, parts[i], rest)
 
@@ -97,7 +95,7 @@ class PipelinedStep:
             step=step,
             read_loss=lambda i, output: read_loss(output, sizes[i]),
             whole_step=whole_step if self._whole_batch_loss else None,
-            on_outputs=lambda outputs, losses: self._report(recorder, outputs, losses, check=check),
+            on_outputs=lambda outputs, losses: self._report(recorder, outputs, losses),
         )
         self._num_steps += 1
         self._ledger.open()
@@ -106,8 +104,6 @@ class PipelinedStep:
         self._message: dict[str, Any] | None = None
         self._rank.run(self._actions(len(parts)), inputs)
         message = self._received()
-        if message["refusal"]:
-            raise UnsupportedError(message["refusal"])
         with self._rank.clock.mark("REDUCE"):
             reduce_gradients(self._module, self._root, message["scale"])
             self._sync_tied()
@@ -149,28 +145,32 @@ class PipelinedStep:
             self.facts[kind] = self._probe(name, part, rest)
         return self.facts[kind]
 
-    def _loss_check(
-        self, facts: StepFacts, batch: Any, sizes: Sequence[int], rest: tuple[Any, ...]
-    ) -> LossCheck | None:
-        """The check of the first batch that is cut, ``None`` for all others; see :mod:`.pipeline.contract`."""
-        if self._checked or self._whole_batch_loss or len(sizes) == 1:
-            return None
-        self._checked = True
-        num_units = next((n for n in range(1, len(sizes)) if sum(sizes[:n]) >= 4), len(sizes))
-        size = sum(sizes[:num_units])  # parts of one sample each have no variance, nor anything to be compared with
-        at = cut_point(size)
-        (whole, _), *_ = self._splitter.cut(batch, [size])
-        (front, _), (back, _) = self._splitter.cut(batch, [at, size - at])
-        return LossCheck(
-            cut=self._rank.cut,
+    def _check_contract(self, facts: StepFacts, batch: Any, sizes: Sequence[int], rest: tuple[Any, ...]) -> None:
+        """Before step 0, 1, 2, 4, 8, ...: see :mod:`.pipeline.contract`."""
+        done, self._num_trained = self._num_trained, self._num_trained + 1
+        if len(sizes) == 1 or done & (done - 1) or not self._checkable:
+            return
+        part_sizes = rehearsed_sizes(sizes)
+        (whole, _), *_ = self._splitter.cut(batch, [sum(part_sizes)])
+        parts = [part for part, _ in self._splitter.cut(batch, part_sizes)]
+        rehearsal = Rehearsal(
+            rank=self._rank,
             facts=facts,
-            inside=self._inside,
-            quiet=self._quiet,
-            step=lambda piece: self._module.training_step(piece, *rest),
-            read_loss=read_loss,
-            pieces=[(whole, 0, size), (front, 0, at), (back, at, size)],
-            num_units=num_units,
+            step=lambda piece: joined(self._module.training_step(piece, *rest)),
+            whole=whole,
+            parts=parts,
+            sizes=part_sizes,
+            joins=self._whole_batch_loss,
+            forward_only=lambda n: self._spec.forward_only(self._rank.num_ranks, n, self._stages_per_rank)[
+                self._rank.rank
+            ],
+            device=self._device,
         )
+        with self._quiet(), torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            refusal, self._checkable = rehearsal.find(read_loss)
+        self._rank.clock.clear()
+        if refusal:
+            raise UnsupportedError(refusal)
 
     def _actions(self, num_microbatches: int) -> Sequence[Action]:
         ranks, stages = self._rank.num_ranks, self._stages_per_rank
@@ -184,13 +184,7 @@ class PipelinedStep:
             return joined(getattr(self._module, name)(part, *rest))
 
     def _report(
-        self,
-        recorder: LogRecorder,
-        outputs: list[Any],
-        losses: list[MicrobatchLoss],
-        *,
-        check: LossCheck | None = None,
-        full: bool = False,
+        self, recorder: LogRecorder, outputs: list[Any], losses: list[MicrobatchLoss], *, full: bool = False
     ) -> None:
         """On the last stage, when all micro-batches are through: tell the other stages what came out."""
         merged = merge_outputs(outputs, losses) if len(outputs) > 1 else outputs[0]
@@ -206,7 +200,6 @@ class PipelinedStep:
             "scale": reference if by_sum else reference / total if total else 1.0,
             "logged": logged,
             "metrics": self._metrics.changes(),
-            "refusal": check.find() if check is not None else None,
         }
         self._say(losses)
         self._message = message

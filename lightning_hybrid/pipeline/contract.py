@@ -2,11 +2,12 @@
 
 [Note: losses that couple samples]
 A pipeline computes the loss of each micro-batch and combines them by their weights (:mod:`~.loss`). That is the loss
-of the batch for anything that is a mean or a sum over samples. It is not for a loss that compares samples with each
-other (contrastive ones, statistics over the batch), or where a weight was misread. Nothing would fail then: the run
-would only learn something else. So in the first training step the last stage runs a micro-batch whole and in two
-parts, each without a trace, and compares. The step runs in ``eval`` mode, where dropout does not draw. If it draws
-numbers nevertheless, or cannot run so, nothing is said.
+of the batch for anything that is a mean or a sum over samples. It is not for a step that compares samples with each
+other (contrastive losses, statistics over the batch, rows that are joined or re-ordered), or where a weight was
+misread. Nothing would fail then: the run would only learn something else. So before the first training step, and those
+after 1, 2, 4, 8, ... others (a loss may change with time, a weight with the data), some samples go through the pipeline
+twice, forward only and without a trace: in one piece, and as the step would cut them. The losses must agree. The step
+runs in ``eval`` mode, where dropout does not draw. If it draws numbers nevertheless, or cannot run so, that is said.
 """
 
 from __future__ import annotations
@@ -14,38 +15,47 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_hybrid.pipeline.activations import look_of
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine
 from lightning_hybrid.pipeline.probe import StepFacts
-from lightning_hybrid.pipeline.stage import Cut, StageRun
+from lightning_hybrid.pipeline.schedule import Action
+from lightning_hybrid.pipeline.step import PipelineRank, StepInputs
 from lightning_hybrid.randomness import random_mark
 
-__all__ = ["LossCheck", "cut_point", "disagreement"]
+__all__ = ["Rehearsal", "disagreement", "rehearsed_sizes"]
 
 logger = logging.getLogger(__name__)
 
 
-_WAY_OUT = (
+_APART = (
     "So it compares samples with each other, or its weight was misread, and what micro-batches make of it is not the"
     " loss of the batch. Use Hybrid3DStrategy(whole_batch_loss=True), which gives the code after the last block the"
     ' whole batch; or return {"loss": ..., "loss_weight": n}, if the loss is a mean over n of something; or use'
     ' num_microbatches=1 with schedule="GPipe", or pipeline_parallel_size=1.'
 )
+_JOINED = (
+    "So the code before the blocks mixes samples too, or re-orders or multiplies rows, and whole_batch_loss=True, which"
+    " joins micro-batches after the last block, cannot give what one process gives. Keep a sample's rows together"
+    " (torch.stack([a, b], 1).flatten(0, 1) instead of torch.cat([a, b])), mix samples in the data or after the blocks,"
+    ' or use num_microbatches=1 with schedule="GPipe", or pipeline_parallel_size=1.'
+)
 
 
-class _UnclearError(Exception):
-    """Nothing can be said."""
+def rehearsed_sizes(sizes: Sequence[int]) -> list[int]:
+    """Return how many of the first samples each of two parts gets, given the sizes of micro-batches.
 
-
-def cut_point(size: int) -> int:
-    """Return where a micro-batch is cut in two: unevenly, so that wrong weights show, but not into lone samples."""
-    return max(min(2, size // 2), size // 2 - 1)
+    They are two micro-batches; of lone samples, which have no variance and nothing to be compared with, two each.
+    """
+    if sizes[0] > 1 or len(sizes) < 3:
+        return list(sizes[:2])
+    return [min(2, len(sizes) - 2), min(2, len(sizes) - 1)]
 
 
 def disagreement(whole: MicrobatchLoss, parts: Sequence[MicrobatchLoss], *, is_rounded: bool = False) -> str | None:
@@ -62,6 +72,8 @@ def disagreement(whole: MicrobatchLoss, parts: Sequence[MicrobatchLoss], *, is_r
     tolerance = 3e-2 if is_rounded or whole.value.element_size() == 2 else 1e-4 if whole.value.is_cpu else 2e-3
     if abs(alone - together) <= tolerance * max(map(abs, (alone, *each))) + 1e-7:
         return None
+    if len(parts) == 1:
+        return f"is {alone:.6g} for some samples in one piece, but {together:.6g} if they are cut and joined again"
     weights = " and ".join(f"{part.weight:g}" for part in parts)
     values = " and ".join(f"{value:.6g}" for value in each)
     return (
@@ -70,102 +82,94 @@ def disagreement(whole: MicrobatchLoss, parts: Sequence[MicrobatchLoss], *, is_r
     )
 
 
-@dataclass(kw_only=True)
-class LossCheck:
-    """One check: watches what the last stage receives, then runs the step on parts of it."""
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """Some samples of a batch, in one piece and as a step would cut them."""
 
-    cut: Cut
+    rank: PipelineRank
     facts: StepFacts
-    inside: Callable[[Callable[[], Any]], Any]
-    """Runs a function in the root's forward."""
-    quiet: Callable[[], AbstractContextManager[None]]
-    """Within it the module's steps leave no trace."""
     step: Callable[[Any], Any]
     """Runs the user's step on a piece of a batch."""
-    read_loss: Callable[[Any, int], MicrobatchLoss]
-    """Finds the loss in the step's output, given the number of samples."""
-    pieces: Sequence[tuple[Any, int, int]]
-    """``(batch, first row, last row)``: some micro-batches together, then the two parts of these."""
-    num_units: int
-    """How many micro-batches the first piece is."""
-    _first: int = 0
-    _whole: list[Tensor] = field(default_factory=list)
-    _received: dict[int, list[Tensor]] = field(default_factory=dict)
+    whole: Any
+    parts: Sequence[Any]
+    sizes: Sequence[int]
+    """Samples in each part."""
+    joins: bool
+    """Whether the code after the last block gets all parts at once."""
+    forward_only: Callable[[int], Sequence[Action]]
+    """This rank's actions for so many micro-batches."""
+    device: torch.device
 
-    def watch(self, microbatch: int) -> None:
-        """Keep a copy of what the stage that now runs receives, if it is the last one and this belongs to a piece."""
-        run = self.cut.current
-        if run is None or run.last < len(self.facts.blocks) or microbatch >= self.num_units:
-            return
-        self._first, receive = run.first, run.receive
+    def find(self, read_loss: Callable[[Any, int], MicrobatchLoss]) -> tuple[str | None, bool]:
+        """Return what is wrong with the loss, with the way out, and whether anything can be said.
 
-        def keep(local: list[Tensor]) -> list[Tensor]:
-            real = receive(local)
-            self._received[microbatch] = [tensor.detach().clone() for tensor in real]
-            return real
-
-        run.receive = keep
-
-    def find(self) -> str | None:
-        """Run the step on the pieces. Returns what is wrong with the loss, as a sentence that says the way out."""
-        surrounding, self.cut.inside = self.cut.inside, nullcontext  # what blocks draw is to be seen too
+        A collective over the pipeline.
+        """
+        cut, problem = self.rank.cut, None
+        before = random_mark(self.device if self.device.type == "cuda" else None)
+        for part in cut.module.modules():
+            part.training = False
+        surrounding, cut.inside = cut.inside, nullcontext  # what blocks draw is to be seen too
         try:
-            whole, *parts = [self._run(*piece) for piece in self.pieces]
-        except Exception as error:
-            logger.debug("The loss of micro-batches could not be checked: %s: %s", type(error).__name__, error)
-            return None
+            try:
+                with torch.no_grad():
+                    found = self._losses([self.whole], read_loss, joins=False)
+            except Exception as error:
+                if self.rank.keeps_others_waiting:
+                    raise
+                found, problem = [], f"{type(error).__name__}: {error}"
+            if self._is_clear(problem):
+                with torch.enable_grad():
+                    found += self._losses(self.parts, read_loss, joins=self.joins)
         finally:
-            self.cut.inside = surrounding
-        received = [tensor for tensors in self._received.values() for tensor in tensors]
-        is_rounded = torch.is_autocast_enabled(whole.value.device.type) or any(t.element_size() == 2 for t in received)
-        found = disagreement(whole, parts, is_rounded=is_rounded)
-        return f"The loss of training_step {found}. {_WAY_OUT}" if found else None
+            cut.inside = surrounding
+        if before != random_mark(self.device if self.device.type == "cuda" else None):
+            problem = "it draws random numbers"
+        return (self._verdict(found), True) if self._is_clear(problem) else (None, False)
 
-    def _run(self, batch: Any, first: int, last: int) -> MicrobatchLoss:
-        run = StageRun(
-            first=self._first,
-            last=len(self.facts.blocks),
+    def _is_clear(self, problem: str | None) -> bool:
+        """Whether no rank of the pipeline has a problem. A collective over it."""
+        problems = [told for told in self.rank.channels.all_gather(problem) if told]
+        if problems:
+            rank_zero_info(
+                "lightning_hybrid: whether training_step compares samples with each other could not be checked"
+                f" ({problems[0]}). If it does, use whole_batch_loss=True."
+            )
+        return not problems
+
+    def _losses(
+        self, pieces: Sequence[Any], read_loss: Callable[[Any, int], MicrobatchLoss], *, joins: bool
+    ) -> list[MicrobatchLoss]:
+        found: list[MicrobatchLoss] = []
+
+        def note(outputs: list[Any], _: Any) -> None:
+            sizes = self.sizes if len(outputs) == len(self.sizes) else [sum(self.sizes)]
+            losses = [read_loss(output, size) for output, size in zip(outputs, sizes, strict=True)]
+            found.extend(replace(loss, value=loss.value.detach()) for loss in losses)
+
+        inputs = StepInputs(
+            num_microbatches=len(pieces),
+            looks=[("rehearsal", look_of(piece)) for piece in pieces],
             facts=self.facts,
-            keep=self.cut.placeholders,
-            receive=lambda local: self._rows(local, first, last),
+            step=lambda i: self.step(pieces[i]),
+            whole_step=(lambda: self.step(self.whole)) if joins else None,
+            on_outputs=note,
         )
-        device = next((t.device for tensors in self._received.values() for t in tensors if t.is_cuda), None)
-        with self.quiet(), torch.random.fork_rng(devices=[] if device is None else [device]), torch.enable_grad():
-            for part in self.cut.module.modules():
-                part.training = False
-            before = random_mark(device)
-            output = self.inside(lambda: self.cut.run(run, lambda: self.step(batch)))
-            if before != random_mark(device):
-                raise _UnclearError("the step draws random numbers")
-        loss = self.read_loss(output, last - first)
-        return MicrobatchLoss(value=loss.value.detach(), weight=loss.weight, rule=loss.rule)
+        self.rank.run(self.forward_only(len(pieces)), inputs)
+        return found
 
-    def _rows(self, local: list[Tensor], first: int, last: int) -> list[Tensor]:
-        """Rows of what was received, shaped like ``local``. The first call is for the whole, and joins the units."""
-        if not self._whole:
-            units = [self._received[i] for i in sorted(self._received)]
-            self._whole = [_joined(like, [unit[i] for unit in units]) for i, like in enumerate(local)]
-        return [_rows(whole, like, first, last) for whole, like in zip(self._whole, local, strict=True)]
-
-
-def _joined(like: Tensor, units: list[Tensor]) -> Tensor:
-    """Join what was received for several micro-batches to the shape of ``like``."""
-    if like.shape == units[0].shape:  # one unit, or no row per sample
-        return units[0]
-    return torch.cat(units, _sample_dim(like, units[0]))
-
-
-def _rows(whole: Tensor, like: Tensor, first: int, last: int) -> Tensor:
-    if like.shape == whole.shape:
-        return whole.clone()
-    dim = _sample_dim(like, whole)
-    if like.shape[dim] != last - first:  # several rows per sample, in an unknown order
-        raise _UnclearError(f"{last - first} samples have {like.shape[dim]} rows")
-    return whole.narrow(dim, first, last - first).clone()
-
-
-def _sample_dim(one: Tensor, other: Tensor) -> int:
-    dims = [d for d, (a, b) in enumerate(zip(one.shape, other.shape, strict=False)) if a != b]
-    if one.dim() != other.dim() or len(dims) != 1:
-        raise _UnclearError(f"no single dimension tells {tuple(one.shape)} from {tuple(other.shape)}")
-    return dims[0]
+    def _verdict(self, found: list[MicrobatchLoss]) -> str | None:
+        """Tell all ranks of the pipeline what the last stage found."""
+        refusal = None
+        if found:
+            whole, *parts = found
+            if self.joins:
+                parts = [replace(parts[0], weight=1.0)]
+            is_rounded = torch.is_autocast_enabled(self.device.type) or any(
+                p.element_size() == 2 for p in self.rank.cut.module.parameters()
+            )
+            if difference := disagreement(whole, parts, is_rounded=is_rounded):
+                refusal = f"The loss of training_step {difference}. {_JOINED if self.joins else _APART}"
+        told = self.rank.channels.all_gather(refusal)
+        self.rank.flush()
+        return next((refusal for refusal in told if refusal), None)

@@ -92,6 +92,8 @@ class StageRun:
     joins: bool = False
     """Whether the block ``first`` is the last of all and a hole, in whose place ``receive`` gives what it returned."""
     entered: bool = False
+    began: bool = False
+    """Whether an own block was called."""
     inputs: list[Tensor] = field(default_factory=list)
     """The leaves, if they are wanted."""
     received: list[Tensor] = field(default_factory=list)
@@ -206,6 +208,8 @@ class Cut:
         self.inside: Callable[[], AbstractContextManager[None]] = nullcontext
         self._probe: Probe | None = None
         self._run: StageRun | None = None
+        self.last_run: StageRun | None = None
+        """The run that calls belonged to last."""
         memory: dict[Any, Any] = {}
         intercepted = {**self._outside(), **self._blocks}
         for name, part in intercepted.items():
@@ -333,7 +337,7 @@ class Cut:
     @contextmanager
     def resume(self, run: StageRun) -> Iterator[None]:
         """While active, calls belong to ``run`` (its backward may call blocks again to recompute activations)."""
-        self._run = run
+        self._run = self.last_run = run
         try:
             yield
         finally:
@@ -364,6 +368,7 @@ class Cut:
             raise _StageDone(run.leave(args, kwargs))
         else:
             args, kwargs = run.substitute(args, kwargs)
+        run.began = run.began or index is not None
         with inside:
             output = call(*args, **kwargs)
         if run.captures and index == len(self._indices) - 1:

@@ -123,6 +123,13 @@ class PipelineRank:
         self._flights.clear()
         self._whole = None
 
+    @property
+    def keeps_others_waiting(self) -> bool:
+        """After an error in a forward: whether it happened in blocks whose output another stage waits for."""
+        last_run, action = self.cut.last_run, self.now
+        is_last = action is None or action.stage == self.num_stages - 1
+        return not is_last and last_run is not None and last_run.began
+
     def _arrivals(self, actions: Sequence[Action]) -> list[Action | None]:
         """Before and after each action the next forward whose input another rank sends."""
         coming: list[Action | None] = [None]
@@ -192,10 +199,11 @@ class PipelineRank:
     def _finish_whole(self, inputs: StepInputs, step: Callable[[], Any]) -> None:
         whole = self._whole = WholeBatch(cut=self.cut, facts=inputs.facts, parts=self._outputs)
         output = self._inside(lambda: whole.forward(step))
-        assert inputs.read_loss is not None
-        loss = replace(inputs.read_loss(0, output), weight=1.0, rule="batch", doubt="")
-        whole.backward(loss.value)
-        inputs.on_outputs([output], [loss])
+        losses = []
+        if inputs.read_loss is not None:
+            losses = [replace(inputs.read_loss(0, output), weight=1.0, rule="batch", doubt="")]
+            whole.backward(losses[0].value)
+        inputs.on_outputs([output], losses)
         self._outputs = []
 
     def _backward(self, action: Action) -> None:

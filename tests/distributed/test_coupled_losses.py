@@ -4,6 +4,7 @@ the whole batch and then equal to one process."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_hybrid.pipeline.whole_batch
+import lightning_hybrid.pipelined
 from lightning_hybrid.errors import UnsupportedError
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.distributed.zoo import Lit, checkpointed, labelled_rows, text_rows
@@ -183,3 +185,63 @@ def test_without_it_the_loss_is_refused_on_every_rank(kind: str) -> None:
 
     for message in run_ranks(2, refused):
         assert all(word in message for word in ("compares samples", "whole_batch_loss=True", "loss_weight")), message
+
+
+class Mixing(Pairs):
+    """Joins, re-orders or mixes rows before the blocks, and counts on it after them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, order = batch["x"], batch["x"][:, 0].argsort()
+        if self.kind == "odd_before" and len(x) == 16 and not self.training:
+            raise ValueError("sixteen samples")
+        x = {"joined": lambda: torch.cat([x, 2 * x]), "sorted": lambda: x[order], "centred": lambda: x - x.mean(0)}.get(
+            self.kind, lambda: x
+        )()
+        x = x + x.flip(0) if self.kind == "flipped" else x
+        h = self.stem(x)
+        for block in self.blocks:
+            h, _ = block(h)
+        z = self.project(h)
+        if self.kind == "odd_after" and len(x) == 16 and not self.training:
+            raise ValueError("sixteen samples")
+        if self.kind == "joined":
+            a, b = z.chunk(2)
+            return F.cross_entropy(a @ b.T, torch.arange(len(a)))
+        target = batch["x"][:, :4]
+        if self.kind == "sorted":
+            z = z[order.argsort()]
+        return F.mse_loss(z, target + target.flip(0) if self.kind == "flipped" else target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_parts", "as_a_whole"),
+    [
+        ("joined", "whole_batch_loss=True", "torch.stack"),
+        ("centred", "whole_batch_loss=True", "torch.stack"),
+        ("flipped", "whole_batch_loss=True", "torch.stack"),
+        ("sorted", "", "torch.stack"),
+        ("odd_before", "", ""),
+        ("odd_after", "", ""),
+    ],
+)
+def test_rows_that_are_mixed_before_the_blocks(kind: str, in_parts: str, as_a_whole: str) -> None:
+    """Refused with the remedy where it would be wrong; what cannot be checked (fails on other sizes) trains."""
+    expected = run(1, lambda: Mixing(kind), ONE_PROCESS)[0][0]
+    for degrees, remedy in ((PP2, in_parts), ({**PP2, **WHOLE}, as_a_whole)):
+        refused = pytest.raises(UnsupportedError, match=remedy) if remedy else nullcontext()
+        with refused:
+            run(2, lambda: Mixing(kind), {**degrees, "num_microbatches": 2}, batch_size=16)
+    if kind == "sorted":
+        assert_equal(expected, run(2, lambda: Mixing(kind), PP2)[0])
+
+
+def unrehearsed() -> None:
+    lightning_hybrid.pipelined.Rehearsal.find = lambda self, read_loss: (None, True)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("more", [{}, WHOLE], ids=["parts", "whole"])
+def test_without_the_check_mixed_rows_would_be_wrong(more: dict[str, Any]) -> None:
+    expected = run(1, lambda: Mixing("joined"), ONE_PROCESS)[0][0]
+    (found,) = run(2, lambda: Mixing("joined"), {**PP2, **more}, sabotage=unrehearsed)
+    with must_differ():
+        assert_equal(expected, found)

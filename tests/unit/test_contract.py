@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_hybrid.pipeline.contract import cut_point, disagreement
+from lightning_hybrid.pipeline.contract import disagreement, rehearsed_sizes
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, read_loss
 from tests.unit.test_loss import CLASSES, LOSSES, Batch, Loss, make_batch, sq
 
@@ -26,7 +26,7 @@ def compare(loss: Loss, dtype: torch.dtype = torch.float64, weight: float | None
         found = read_loss(loss(layer(part["x"]), part), last - first)
         return replace(found, weight=weight) if weight else found
 
-    at = cut_point(size)
+    at = 3
     return disagreement(run(0, size), [run(0, at), run(at, size)])
 
 
@@ -62,10 +62,6 @@ def test_a_misread_weight_shows() -> None:
     assert "weights 1 and 1" in (compare(LOSSES["ce-mean"], weight=1.0) or "")
 
 
-def test_sizes_of_the_parts() -> None:
-    assert [cut_point(size) for size in (2, 3, 4, 5, 6, 8, 32)] == [1, 1, 2, 2, 2, 3, 15]
-
-
 def test_losses_that_are_not_finite_say_nothing() -> None:
     whole = MicrobatchLoss(value=torch.tensor(torch.nan), weight=2.0, rule="samples")
     assert disagreement(whole, [replace(whole, value=torch.tensor(1.0))] * 2) is None
@@ -77,3 +73,11 @@ def test_the_tolerance_follows_the_precision() -> None:
     assert disagreement(whole, parts) is not None
     assert disagreement(whole, parts, is_rounded=True) is None
     assert disagreement(whole, [replace(part, value=torch.tensor(1.1)) for part in parts], is_rounded=True) is not None
+
+
+def test_two_micro_batches_are_rehearsed() -> None:
+    assert rehearsed_sizes([4, 4, 4]) == [4, 4]
+    assert rehearsed_sizes([3, 2]) == [3, 2]
+    assert rehearsed_sizes([1, 1, 1, 1, 1]) == [2, 2]
+    assert rehearsed_sizes([1, 1, 1]) == [1, 2]
+    assert rehearsed_sizes([1, 1]) == [1, 1]
