@@ -353,8 +353,8 @@ def _split_layers(name: str, part: TensorParallelPlan) -> str:
 _REMEDY = (
     "Usual causes: head sizes computed from the model's width (x.shape[-1] // num_heads; use view(..., -1, head_dim)"
     " instead), or one linear for query, key and value (or for gate and up), which cannot be cut contiguously. Keep"
-    ' these layers "whole" in tp_plan, leave the block out of tp_plan (then a way is found by trying), change the block,'
-    " or use tensor_parallel_size=1."
+    ' these layers "whole" in tp_plan, leave the block out of tp_plan (then a way is found by trying), change the'
+    " block, or use tensor_parallel_size=1."
 )
 
 

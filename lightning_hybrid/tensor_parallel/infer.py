@@ -34,8 +34,8 @@ from lightning_hybrid.tensor_parallel.plan import WHOLE, PlanEntry, TensorParall
 
 __all__ = ["Group", "find_groups", "infer_plan"]
 
-_ALONE = "no linear before or after it in its block takes or gives all of its features"
-_LOCAL = "code that sizes heads by view(..., -1, head_dim) can be split"
+_ALONE = "no other linear of its block takes exactly its output, or gives exactly its input"
+_LOCAL = "what can be split: attention in a module of its own, or heads sized by view(..., -1, head_dim)"
 
 
 @dataclass(frozen=True, kw_only=True)
