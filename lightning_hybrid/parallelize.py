@@ -209,8 +209,9 @@ def map_stages(module: nn.Module, cut: Cut, facts: StepFacts, placement: list[in
     for segment, names in enumerate(facts.uses):
         for name in names:  # the code after a block runs on that block's stage
             owners[name].add(stage_of_block[max(segment - 1, 0)])
-    # what no step uses is kept by the first stage, so that checkpoints have it once
-    stages_of_parameter = {name: tuple(sorted(found)) or (0,) for name, found in owners.items()}
+    shapes = {cut.parameter_names[id(parameter)]: parameter.shape for parameter in module.parameters()}
+    used = {name: tuple(sorted(found)) for name, found in owners.items() if found}
+    stages_of_parameter = {name: used.get(name) or _stages_of_namesake(name, used, shapes) for name in owners}
     sizes = {cut.parameter_names[id(parameter)]: parameter.numel() for parameter in module.parameters()}
     total = sum(costs) + before + after or 1.0
     shares = [sum(costs[i] for i in blocks) for blocks in ranges]
@@ -227,6 +228,24 @@ def map_stages(module: nn.Module, cut: Cut, facts: StepFacts, placement: list[in
         ),
         stages_of_parameter=stages_of_parameter,
     )
+
+
+def _stages_of_namesake(
+    name: str, used: Mapping[str, tuple[int, ...]], shapes: Mapping[str, torch.Size]
+) -> tuple[int, ...]:
+    """Where a parameter lives that no step uses: beside the one that it is a copy of (an average of the weights).
+
+    That is the one of the same shape whose name ends with the most of the same words. Without any the first stage has
+    it, so that checkpoints have it once.
+    """
+    words = name.split(".")
+
+    def num_common(other: str) -> int:
+        pairs = zip(reversed(words), reversed(other.split(".")), strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(words), other.count(".") + 1))
+
+    near = [other for other in used if shapes[other] == shapes[name] and num_common(other) > 1]
+    return used[max(near, key=num_common)] if near else (0,)
 
 
 def sync_tied_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:

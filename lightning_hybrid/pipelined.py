@@ -23,7 +23,7 @@ from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.schedule import Action, ScheduleSpec
 from lightning_hybrid.pipeline.step import PipelineRank, StepInputs
 from lightning_hybrid.sharding import ShardedRoot, reduce_gradients, set_gradient_sync
-from lightning_hybrid.structure import outline_of
+from lightning_hybrid.structure import outline_of, run_on
 from lightning_hybrid.tensor_parallel.sharded_logits import joined
 
 __all__ = ["PipelinedStep"]
@@ -156,7 +156,7 @@ class PipelinedStep:
         rehearsal = Rehearsal(
             rank=self._rank,
             facts=facts,
-            step=lambda piece: joined(self._module.training_step(piece, *rest)),
+            step=lambda piece: joined(run_on(self._module.training_step, piece, *rest)),
             whole=whole,
             parts=parts,
             sizes=part_sizes,
@@ -181,7 +181,7 @@ class PipelinedStep:
     def _one(self, name: str, recorder: LogRecorder, index: int, part: Any, rest: tuple[Any, ...]) -> Any:
         self._start_microbatch(self._num_steps, index)
         with recorder.recording(self._module, index):
-            return joined(getattr(self._module, name)(part, *rest))
+            return joined(run_on(getattr(self._module, name), part, *rest))
 
     def _report(
         self, recorder: LogRecorder, outputs: list[Any], losses: list[MicrobatchLoss], *, full: bool = False

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_unflatten
 
@@ -26,7 +27,7 @@ from lightning_hybrid.pipeline.step import PipelineRank
 from lightning_hybrid.pipelined import PipelinedStep
 from lightning_hybrid.quiet import quiet_step
 from lightning_hybrid.sharding import call_inside
-from lightning_hybrid.structure import outline_of
+from lightning_hybrid.structure import map_leaves, outline_of, run_on
 from lightning_hybrid.tensor_parallel.check import record_calls
 
 __all__ = ["PipelineSetup"]
@@ -57,7 +58,7 @@ class PipelineSetup:
         if (size := batch_size_of(batch)) > 2 and self._strategy.layout.pipeline_parallel_size > 1:
             batch, _ = self._splitter.split(batch, -(-size // 2))[0]
         with quiet_step(self._module, self._trainer, set()), self._trainer.precision_plugin.forward_context():
-            return record_calls(self._module, blocks, lambda: getattr(self._module, name)(batch, *rest))
+            return record_calls(self._module, blocks, lambda: run_on(getattr(self._module, name), batch, *rest))
 
     def probe(self, cut: Cut) -> StepFacts:
         """Learn the structure from the first batch of whatever the Trainer is about to run."""
@@ -68,7 +69,7 @@ class PipelineSetup:
         part = self._splitter.split(batch, self.num_microbatches)[0][0] if cuts else batch
         facts = self._facts[name, outline_of(part)] = self._probe(name, part, rest)
         if name == "training_step" and strategy.choice.chooses_schedule:
-            self._choose_schedule(facts, lambda: self._module.training_step(part, *rest))
+            self._choose_schedule(facts, lambda: run_on(self._module.training_step, part, *rest))
         return facts
 
     def choose_stages(self) -> tuple[list[int], int]:
@@ -155,6 +156,7 @@ class PipelineSetup:
             name, batch, rest = self._take_first_batch()
             device = next(self._module.parameters()).device
             with quiet_step(self._module, self._trainer, set(self._module.modules())):
+                batch = map_leaves(lambda _, x: x.clone() if isinstance(x, Tensor) else x, batch)  # hooks may change it
                 batch = self._module._on_before_batch_transfer(batch, 0)
                 batch = self._module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
                 batch = self._trainer.precision_plugin.convert_input(batch)
@@ -196,11 +198,21 @@ class PipelineSetup:
             self._splitter = BatchSplitter(self._strategy.settings.unbatched, only_stacks=stacks)
             self._num_samples = first_batch_size(combined.flattened[0]) if len(combined.flattened) == 1 else None
             firsts = [peek_first_batch(loader) for loader in combined.flattened]
+            self._check_sizes(firsts)
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
             return name, tree_unflatten(firsts, combined._spec), (0,) if takes_index else ()
         rest = (0, 0) if len(combined.flattened) > 1 else (0,)
         takes_index = is_param_in_hook_signature(getattr(self._module, name), "batch_idx", min_args=2)
         return name, peek_first_batch(combined.flattened[0]), rest if takes_index else ()
+
+    def _check_sizes(self, batches: list[Any]) -> None:
+        """Refuse loaders of different batch sizes: only the first one's samples would be cut into micro-batches."""
+        sizes = [batch_size_of(batch) for batch in batches if batch is not None]
+        if len(set(sizes)) > 1 and self._strategy.layout.pipeline_parallel_size > 1:
+            raise UnsupportedError(
+                f"The loaders of this step give batches of different sizes {sizes}, which cannot be cut into the same"
+                " micro-batches. Give them one batch size, or use pipeline_parallel_size=1."
+            )
 
     def _choose_num_microbatches(self, batch: Any) -> int:
         strategy = self._strategy
@@ -217,7 +229,9 @@ class PipelineSetup:
         untouched = {inner for block in self._cut.blocks() for inner in block.modules()}
         with quiet_step(self._module, self._trainer, untouched), self._trainer.precision_plugin.forward_context():
             try:
-                facts = self._cut.probe(lambda: getattr(self._module, name)(part, *rest))
+                facts = self._cut.probe(
+                    lambda: run_on(getattr(self._module, name), part, *rest), trains=name == "training_step"
+                )
             except HybridError:
                 raise
             except Exception as error:

@@ -12,7 +12,9 @@ import numpy
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["leaves_of", "map_leaves", "open_node", "outline_of"]
+from lightning_hybrid.errors import UnsupportedError
+
+__all__ = ["leaves_of", "map_leaves", "open_node", "outline_of", "run_on"]
 
 Rebuild = Callable[[list[Any]], Any]
 
@@ -49,6 +51,30 @@ def leaves_of(node: Any) -> list[Any]:
     """Return all leaves in order."""
     opened = open_node(node)
     return [node] if opened is None else [leaf for entry in opened[1] for leaf in leaves_of(entry)]
+
+
+def run_on(step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
+    """Run a user's step on a batch that it will see again: containers are its own (it may ``pop``), tensors are not.
+
+    Raises:
+        UnsupportedError: if the step changes a tensor of the batch in place.
+    """
+    versions: list[tuple[str, torch.Tensor, int]] = []
+
+    def note(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
+            versions.append((name, leaf, leaf._version))
+        return leaf
+
+    own = map_leaves(note, batch)
+    result = step(own, *rest)
+    if changed := [name or "the batch" for name, tensor, version in versions if tensor._version != version]:
+        raise UnsupportedError(
+            f"{getattr(step, '__name__', 'The step')} changes {', '.join(changed)} in place. With a pipeline or a"
+            " tensor plan a step runs on a batch more than once; use what returns a new tensor (x * 2 instead of"
+            " x.mul_(2)), or clone it first."
+        )
+    return result
 
 
 def outline_of(node: Any) -> Any:

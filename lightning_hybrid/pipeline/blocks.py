@@ -59,7 +59,9 @@ def _named(module: nn.Module, name: str) -> list[str]:
                 f" of blocks: {known}."
             ) from None
         return _given(module, value() if callable(value) else value, f"blocks={name!r}")
-    children = [child for child, _ in container.named_children()]
+    every = list(container.named_children())
+    # an activation function between layers is no place to cut, and may be one object that is called again and again
+    children = [child for child, part in every if num_parameters(part)] or [child for child, _ in every]
     if not children:
         raise ConfigurationError(f"blocks={name!r} is a {type(container).__name__} without entries.")
     return [f"{name}.{child}" if name else child for child in children]

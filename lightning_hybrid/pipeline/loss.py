@@ -64,6 +64,12 @@ def read_loss(output: Any, num_samples: int) -> MicrobatchLoss:
         ValueError: if there is no scalar loss tensor in ``output``.
     """
     loss = output.get("loss") if isinstance(output, dict) else output
+    if loss is None:
+        raise ValueError(
+            "training_step returned no loss, by which Lightning skips a batch. A pipeline cannot skip a micro-batch:"
+            " leave such samples out in the dataset or the collate function, return the loss times 0, or use"
+            " pipeline_parallel_size=1."
+        )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ValueError(
             "With pipeline_parallel_size > 1, training_step must return a scalar loss tensor or a dict with one under"

@@ -201,6 +201,8 @@ class Probe:
 
     parameter_names: dict[Tensor, str]
     """The names of all parameters, and of what stands for those that are not there."""
+    trains: bool = True
+    """Whether the step needs gradients."""
     labels: Labels = field(default_factory=Labels)
     """To be active while the step runs."""
     reads: Reads = field(init=False)
@@ -242,7 +244,7 @@ class Probe:
                 f"The block {name} is called more than once in one step, so the step cannot be cut into stages."
                 " Call the model once for each batch (join the inputs), or use pipeline_parallel_size=1."
             )
-        if not torch.is_grad_enabled():
+        if self.trains and not torch.is_grad_enabled():
             raise PipelineError(
                 f"The block {name} is called under torch.no_grad(), which hides what needs a gradient. Call"
                 " torch.utils.checkpoint with use_reentrant=False (the reentrant kind does so), freeze parameters with"

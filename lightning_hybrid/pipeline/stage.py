@@ -244,11 +244,13 @@ class Cut:
         return found
 
     @contextmanager
-    def _probing(self) -> Iterator[Probe]:
+    def _probing(self, trains: bool) -> Iterator[Probe]:
         """Calls, and values given to ``self.log``, go to the probe."""
         released = [(part.__dict__[key], *facts) for (part, key), facts in self._released.items()]
         parameters: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
-        self._probe = Probe(parameter_names={**parameters, **{value: name for value, name, _ in released}})
+        self._probe = Probe(
+            parameter_names={**parameters, **{value: name for value, name, _ in released}}, trains=trains
+        )
         self.module.__dict__["log"] = self._probe.log
         try:
             for value, _, wants in released:  # all ranks learn the same, whatever they hold
@@ -268,19 +270,19 @@ class Cut:
             self._probe = None
             self.module.__dict__.pop("log", None)
 
-    def probe(self, step: Callable[[], Any]) -> StepFacts:
-        """Run the step once with holes only and return what was learnt.
+    def probe(self, step: Callable[[], Any], *, trains: bool = True) -> StepFacts:
+        """Run the step once with holes only and return what was learnt. ``trains``: it needs gradients.
 
         Raises:
             PipelineError: if the step cannot be cut; the message names the module and the remedy.
         """
         mark = random_mark()
-        with self._probing() as probe:
+        with self._probing(trains) as probe:
             facts = probe.finish(step())
             seeds = range(_NUM_SEEDS) if random_mark() != mark else ()
         orders = [facts.blocks]
         for seed in seeds:  # which blocks are called may be drawn too
-            with self._probing() as probe:
+            with self._probing(trains) as probe:
                 torch.manual_seed(seed)
                 random.seed(seed)
                 numpy.random.seed(seed)

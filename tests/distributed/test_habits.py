@@ -1,0 +1,166 @@
+"""Habits of users' steps: popping from the batch, no_grad around evaluation, averages of the weights, shared layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.errors import UnsupportedError
+from tests.distributed.equality import ONE_PROCESS, QUIET, Trace, assert_equal, trace
+from tests.distributed.zoo import Classifier, Lit, labelled_rows, mlp
+from tests.ranks import run_ranks
+
+PP2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
+ROWS = labelled_rows((12,))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Pops(Lit):
+    """As people do with Hugging Face's batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        labels = batch.pop("y")
+        return F.cross_entropy(self.model(**batch), labels)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch["x"].mul_(3)
+        return batch
+
+
+class Averages(Lit):
+    """An average of the weights, which no training step uses."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.ema = copy.deepcopy(model).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.model(batch["x"]), batch["y"])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for mine, average in zip(self.model.parameters(), self.ema.parameters(), strict=True):
+                average.lerp_(mine, 0.5)
+
+
+def shared_activation() -> nn.Module:
+    relu = nn.ReLU()
+    layers = [layer for _ in range(4) for layer in (nn.Linear(12, 12), relu)]
+    return nn.Sequential(*layers, nn.Linear(12, 5))
+
+
+MODULES = {
+    "pops": lambda: Pops(Net()),
+    "averages": lambda: Averages(Net()),
+    "shared_activation": lambda: Classifier(shared_activation()),
+}
+
+
+def run(rank: int, name: str, degrees: dict[str, Any]) -> Trace:
+    return trace(rank, MODULES[name], copy.deepcopy(ROWS), degrees)
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("more", [{}, {"schedule": "Interleaved1F1B"}], ids=["", "interleaved"])
+def test_equals_one_process(name: str, more: dict[str, Any]) -> None:
+    expected = run_ranks(1, run, name, ONE_PROCESS)[0]
+    assert_equal(expected, run_ranks(2, run, name, {**PP2, **more}))
+
+
+class InPlace(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.model(batch["x"].mul_(0.5).clone()), batch["y"])
+
+
+class Skips(Lit):
+    """Lightning skips a batch where a step returns nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.model(batch["x"]), batch["y"])
+        return None if batch_idx == 1 else loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [(InPlace, "changes x in place.*clone it first"), (Skips, "return the loss times 0")]
+)
+def test_what_cannot_work_says_the_way_out(kind: type[Lit], message: str) -> None:
+    def train(rank: int) -> None:
+        trace(rank, lambda: kind(Net()), ROWS, PP2)
+
+    with pytest.raises((UnsupportedError, ValueError), match=message):
+        run_ranks(2, train)
+
+
+class Evaluates(Classifier):
+    @torch.no_grad()
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    @torch.inference_mode()
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out: Tensor = self.model(batch["x"])
+        return out
+
+
+def evaluate(rank: int, num_devices: int) -> tuple[float, Tensor]:
+    L.seed_everything(0, verbose=False)
+    strategy: Any = Hybrid3DStrategy(1, 1, 2, archive=None) if num_devices > 1 else "auto"
+    trainer = L.Trainer(devices=num_devices, strategy=strategy, **QUIET)
+    module, loader = Evaluates(mlp()), DataLoader(ROWS, batch_size=8)
+    (metrics,) = trainer.validate(module, loader, verbose=False)
+    return metrics["val_loss"], torch.cat(trainer.predict(module, loader))
+
+
+def test_evaluation_without_gradients() -> None:
+    (expected,) = run_ranks(1, evaluate, 1)
+    for loss, predictions in run_ranks(2, evaluate, 2):
+        assert loss == pytest.approx(expected[0], rel=1e-5)
+        assert torch.allclose(predictions, expected[1], rtol=1e-5)
+
+
+class TwoLoaders(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        labelled, other = batch
+        return F.cross_entropy(self.model(labelled["x"]), labelled["y"]) + other["x"].mean() * 0
+
+
+def train_on_two(rank: int, sizes: tuple[int, int]) -> None:
+    loaders = CombinedLoader([DataLoader(ROWS, batch_size=size) for size in sizes], mode="min_size")
+    trainer = L.Trainer(devices=2, strategy=Hybrid3DStrategy(1, 1, 2, archive=None), max_epochs=1, **QUIET)
+    trainer.fit(TwoLoaders(Net()), loaders)
+
+
+def test_loaders_of_different_batch_sizes_are_refused() -> None:
+    run_ranks(2, train_on_two, (4, 4))
+    with pytest.raises(UnsupportedError, match=r"different sizes \[8, 4\]"):
+        run_ranks(2, train_on_two, (8, 4))
