@@ -150,12 +150,3 @@ def check_run(choice: RunChoice, module: Any, precision: Any) -> None:
             'precision="16-mixed" needs one loss scale for all ranks, which is not supported; use "bf16-mixed" or'
             ' "32-true".'
         )
-
-
-def refuse_whole_model_optimizers(optimizer: Any, layout: Layout) -> None:
-    """Refuse optimizers whose update of one parameter needs the others, which live on other ranks."""
-    if layout.world_size > layout.data_parallel_size and isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "LBFGS takes products over all parameters at once, but each rank holds a part of them. Use SGD, AdamW or"
-            f" another optimizer that works by element, or data parallelism only (now: {layout})."
-        )

@@ -7,7 +7,6 @@ are what autograd kept of one micro-batch when the step was probed (:mod:`lightn
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory import Memory, most_in_flight
+from lightning_hybrid.optimizer_scope import step_alone
 from lightning_hybrid.pipeline.probe import StepFacts
 
 __all__ = ["device_memory", "holdings", "state_bytes"]
@@ -66,20 +66,11 @@ def _states_of_one(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dty
     """Bytes of state for each element, and for each parameter."""
     parameter = nn.Parameter(torch.zeros(3, 5, dtype=dtype))
     parameter.grad = torch.zeros_like(parameter)
-    cls: Any = type(optimizer)
-    twin = cls.__new__(cls)
-    hooks: dict[str, Any] = {
-        name: OrderedDict() for name in optimizer.__dict__ if name.startswith("_optimizer_") and "hooks" in name
-    }
-    alone = {"param_groups": [{**group, "params": [parameter]}], "state": defaultdict(dict)}
-    twin.__dict__ = {**optimizer.__dict__, **hooks, **alone}
-    twin.__dict__.pop("step", None)  # what a scheduler put around it
     try:
-        with torch.random.fork_rng(devices=[]):
-            cls.step(twin)
+        states = step_alone(optimizer, group, [parameter])
     except Exception:
         return None
-    values = [value for value in twin.state[parameter].values() if isinstance(value, Tensor)]
+    values = [value for value in states[parameter].values() if isinstance(value, Tensor)]
     if any(value.numel() > 1 and value.shape != parameter.shape for value in values):
         return None
     whole = [value for value in values if value.numel() > 1]

@@ -17,7 +17,13 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.errors import ConfigurationError
 
-__all__ = ["clip_grad_norm", "clip_grad_value", "disable_foreach_on_mixed_tensors", "global_grad_norm"]
+__all__ = [
+    "clip_grad_norm",
+    "clip_grad_value",
+    "disable_foreach_on_mixed_tensors",
+    "global_grad_norm",
+    "grad_norm",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +109,21 @@ def clip_grad_value(parameters: Iterable[Tensor], clip_value: float) -> None:
     for gradients in _by_device(parameters).values():
         torch._foreach_clamp_min_(gradients, -clip_value)
         torch._foreach_clamp_max_(gradients, clip_value)
+
+
+def grad_norm(module: Any, norm_type: float = 2.0) -> Tensor:
+    """Return the norm of the whole model's gradient, the same number on every rank: to be logged, or looked at.
+
+    Shards add up, and what several ranks hold (replicated and tied parameters) counts once. To be called on all ranks,
+    where there are gradients: in ``on_before_optimizer_step`` or ``configure_gradient_clipping``. A collective.
+
+    Args:
+        module: The LightningModule that is trained, with any strategy.
+        norm_type: Positive or inf.
+    """
+    own = getattr(module.trainer.strategy, "grad_norm", None)
+    norm: Tensor = own(norm_type) if own else global_grad_norm(module.parameters(), mesh=None, norm_type=norm_type)
+    return norm
 
 
 def disable_foreach_on_mixed_tensors(optimizer: Optimizer) -> bool:

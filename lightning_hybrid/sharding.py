@@ -7,7 +7,8 @@ anything. So the root is a module of its own around the LightningModule, and a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-__all__ = ["ShardedRoot", "apply_sharding", "call_inside", "reduce_gradients", "reshard", "set_gradient_sync"]
+from lightning_hybrid.errors import UnsupportedError
+
+__all__ = [
+    "ShardedRoot",
+    "apply_sharding",
+    "call_inside",
+    "reduce_gradients",
+    "reshard",
+    "set_gradient_sync",
+    "shards_explained",
+]
 
 
 class ShardedRoot(nn.Module):
@@ -66,7 +77,27 @@ def _shared_parameters(module: nn.Module) -> set[int]:
 
 def call_inside(root: ShardedRoot | None, function: Callable[[], Any]) -> Any:
     """Run ``function`` inside of the root's call; without sharding there is no root."""
-    return function() if root is None else root(function)
+    with shards_explained():
+        return function() if root is None else root(function)
+
+
+@contextmanager
+def shards_explained() -> Iterator[None]:
+    """Around a step and its backward: say what torch's error means when a step computes with shards of parameters.
+
+    Raises:
+        UnsupportedError: in its place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise UnsupportedError(
+            "The step computes with parameters of a block outside of the block's call, where a rank holds its shard"
+            " only (a penalty over self.parameters()?). Use the optimizer's weight_decay, add the penalty in the"
+            f" blocks' forward, or use data_parallel_size=1 and tensor_parallel_size=1. {error}"
+        ) from error
 
 
 def reshard(root: ShardedRoot | None) -> None:

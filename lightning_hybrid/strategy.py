@@ -18,6 +18,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
@@ -31,7 +32,7 @@ from lightning_hybrid.gradients import zeroes_unseen
 from lightning_hybrid.launchers import HybridMultiProcessingLauncher
 from lightning_hybrid.layout import Coordinate, Layout
 from lightning_hybrid.mesh import axis_group, build_mesh
-from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value
+from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value, global_grad_norm
 from lightning_hybrid.parallelize import parallelize
 from lightning_hybrid.per_block import ActivationCheckpointing
 from lightning_hybrid.pipeline.blocks import Blocks
@@ -41,7 +42,7 @@ from lightning_hybrid.randomness import StepRandomness, derive_seed, same_random
 from lightning_hybrid.run_choice import RunChoice
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.setup_pipeline import PipelineSetup
-from lightning_hybrid.sharding import ShardedRoot, call_inside, reshard, set_gradient_sync
+from lightning_hybrid.sharding import ShardedRoot, call_inside, reshard, set_gradient_sync, shards_explained
 from lightning_hybrid.tensor_parallel.sharded_logits import joined
 
 __all__ = ["Hybrid3DStrategy"]
@@ -359,9 +360,19 @@ class Hybrid3DStrategy(EvaluationHooks):
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
-        copies = self._pipeline.copies() if self._pipeline is not None else {}
         with self._clock.mark("SYNC"):  # the norm needs all stages: those that are done wait here
-            clip_grad_norm(parameters, float(clip_val), mesh=self._mesh, copies=copies)
+            clip_grad_norm(parameters, float(clip_val), mesh=self._mesh, copies=self._copies)
+
+    @property
+    def _copies(self) -> dict[Parameter, int]:
+        return self._pipeline.copies() if self._pipeline is not None else {}
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """See :func:`lightning_hybrid.grad_norm`."""
+        assert self.lightning_module is not None
+        with self._clock.mark("SYNC"):
+            parameters = self.lightning_module.parameters()
+            return global_grad_norm(parameters, mesh=self._mesh, norm_type=norm_type, copies=self._copies)
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_value(self.precision_plugin.main_params(optimizer), float(clip_val))
@@ -432,7 +443,7 @@ class Hybrid3DStrategy(EvaluationHooks):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self._pipeline is not None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        with self._clock.mark("B", 0, 0):
+        with self._clock.mark("B", 0, 0), shards_explained():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override

@@ -16,12 +16,12 @@ from lightning_hybrid.checkpoint.consolidate import (
     scatter_optimizer_state,
 )
 from lightning_hybrid.checkpoint.files import read_checkpoint
-from lightning_hybrid.choose import refuse_whole_model_optimizers
 from lightning_hybrid.collectives import AxisCollectives
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.materialize import on_meta
 from lightning_hybrid.optimizer import disable_foreach_on_mixed_tensors
+from lightning_hybrid.optimizer_scope import refuse_wide_optimizers
 
 __all__ = ["CheckpointHooks"]
 
@@ -51,7 +51,7 @@ class CheckpointHooks(AxisCollectives):
             super().setup_optimizers(trainer)
         self._group_names = [self._keys.release(optimizer, module) for optimizer in self.optimizers]
         for optimizer in self.optimizers:
-            refuse_whole_model_optimizers(optimizer, self.layout)
+            refuse_wide_optimizers(optimizer, self.layout)
             disable_foreach_on_mixed_tensors(optimizer)
 
     @property

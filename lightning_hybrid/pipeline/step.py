@@ -178,7 +178,7 @@ class PipelineRank:
                 self._expect_gradients(flight, stage, microbatch)
         marks.end()
         if inputs.read_loss is None:
-            del self._flights[stage, microbatch]
+            self._flights.pop((stage, microbatch)).run.forget()
 
     def _finish(self, flight: _Flight, microbatch: int, output: Any, inputs: StepInputs) -> None:
         self._outputs.append(output)
@@ -224,8 +224,7 @@ class PipelineRank:
             gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(received, found, strict=True)]
             self._hand_over("B", gradients, stage - 1, microbatch)
         if kind is not Kind.BACKWARD_INPUT:
-            flight.run.forget()
-            del self._flights[stage, microbatch]
+            self._flights.pop((stage, microbatch)).run.forget()
         marks.end()
 
     def _differentiate(self, kind: Kind, stage: int, flight: _Flight) -> None:
