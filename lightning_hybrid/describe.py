@@ -15,6 +15,8 @@ from lightning_hybrid.tensor_parallel.plan import SMALL, TensorParallelPlan, lay
 
 __all__ = ["describe_run", "layout_table", "memory_table"]
 
+#: Styles whose own parameters stay whole.
+_KEEP_WHOLE = ("replicated_with_grad_allreduce", "local_numbers")
 _SAID_BY = {
     "user": "tp_plan",
     "huggingface": "Hugging Face's plan",
@@ -105,7 +107,7 @@ def _tensor_lines(plan: TensorParallelPlan | None) -> list[str]:
             names = groups.setdefault((how, said, entry.note), {})
             names[entry.name] = names.get(entry.name, 0) + count
     total = sum(plan.num_parameters.values())
-    split = sum(plan.num_parameters[entry.name] for entry in plan.split)
+    split = sum(plan.num_parameters[entry.name] for entry in plan.split if entry.style not in _KEEP_WHOLE)
     head = f"  tensor parallelism splits {split / total:.1%} of the parameters over {plan.tensor_parallel_size} ranks"
     order = sorted(groups, key=lambda key: (key[0] == "whole", key[2] == SMALL))
     width = max(len(how) for how, *_ in groups)

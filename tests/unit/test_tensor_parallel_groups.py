@@ -90,6 +90,7 @@ def test_the_table_says_what_is_split_and_why_not() -> None:
             entries.append(PlanEntry(name=f"h.{layer}.attn.{last}", style="colwise", source="inferred"))
         entries.append(PlanEntry(name=f"h.{layer}.mlp.0", style="whole", source="none", note="33 does not divide"))
         entries.append(PlanEntry(name=f"h.{layer}.attn", style="local_numbers", source="inferred"))
+        entries.append(PlanEntry(name=f"h.{layer}.norm", style="replicated_with_grad_allreduce", source="measured"))
     counts = {entry.name: 0 if entry.style == "local_numbers" else 100 for entry in entries}
     plan = TensorParallelPlan(tensor_parallel_size=2, entries=tuple(entries), num_parameters=counts)
     layout = resolve_layout(2, data_parallel_size=1, tensor_parallel_size=2, pipeline_parallel_size=1)
@@ -99,9 +100,10 @@ def test_the_table_says_what_is_split_and_why_not() -> None:
             "holds": {"rank": 0, "pipeline": 0, "data": 0, "tensor": 0, "num_parameters": 1, "stages": {}},
         }
     ]
-    lines = [" ".join(line.split()) for line in layout_table(layout, "none", rows, plan).splitlines()[-3:]]
+    lines = [" ".join(line.split()) for line in layout_table(layout, "none", rows, plan).splitlines()[-4:]]
     assert lines == [
-        "tensor parallelism splits 66.7% of the parameters over 2 ranks",
+        "tensor parallelism splits 50.0% of the parameters over 2 ranks",
         "colwise h.*.attn.{q, k} (600 parameters): found by trying",
+        "replicated_with_grad_allreduce h.*.norm (300 parameters): measured",
         "whole h.*.mlp.0 (300 parameters): 33 does not divide",
     ]
