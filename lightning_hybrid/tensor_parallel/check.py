@@ -32,6 +32,7 @@ from lightning_hybrid.tensor_parallel.styles import joined_rows
 
 __all__ = [
     "BlockCheck",
+    "WholeBlock",
     "check_block",
     "check_plan",
     "kind_of",
@@ -117,10 +118,11 @@ def check_plan(
             logger.warning("The tensor parallel plan of %s was not checked: %s.", name, reason)
             continue
         try:
-            found = _check_one(block, mesh, part, call, is_compiled)
+            whole = WholeBlock.of(block, call)
+            found = _check_one(whole, mesh, part, is_compiled)
             if found.partial:
                 plan = _sum_gradients(plan, name, found.partial)
-                found = _check_one(block, mesh, plan.within(name), call, is_compiled)
+                found = _check_one(whole, mesh, plan.within(name), is_compiled)
         except DoesNotRun as error:
             logger.warning("The tensor parallel plan of %s was not checked: %s.", name, error)
             continue
@@ -134,19 +136,19 @@ def check_plan(
 
 
 def try_block(
-    block: nn.Module, mesh: DeviceMesh, part: TensorParallelPlan, call: Call, *, is_compiled: bool
+    whole: WholeBlock, mesh: DeviceMesh, part: TensorParallelPlan, *, is_compiled: bool
 ) -> tuple[TensorParallelPlan, str]:
-    """Run a block whole and split by ``part``; return the plan, mended as in :func:`check_plan`, and what is wrong.
+    """Run a block split by ``part``; return the plan, mended as in :func:`check_plan`, and what is wrong.
 
     The same on every rank of the tensor axis; empty if nothing is wrong.
     """
     try:
-        found = _check_one(block, mesh, part, call, is_compiled)
+        found = _check_one(whole, mesh, part, is_compiled)
         if found.partial:
             part = _sum_gradients(part, "", found.partial)
-            found = _check_one(block, mesh, part, call, is_compiled)
+            found = _check_one(whole, mesh, part, is_compiled)
     except Exception as error:
-        return part, f"fails when split ({type(error).__name__}: {str(error).splitlines()[0][:100]})"
+        return part, f"fails when split ({type(error).__name__}: {str(error).partition(chr(10))[0][:100]})"
     return part, f"differs when split: {found.wrong[0]}" if found.wrong else found.draws
 
 
@@ -214,21 +216,57 @@ def kind_of(block: nn.Module) -> Any:
     return type(block).__name__, tuple(type(part).__name__ for part in block.modules()), shapes, settings
 
 
-def check_block(whole: nn.Module, split: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> BlockCheck:
-    """Compare a split block with the whole one. Both are used up: weights were random, gradients are left behind.
+@dataclass(frozen=True, kw_only=True)
+class WholeBlock:
+    """One block with random weights, in ``eval`` mode, and what it computes: what every split of it must compute."""
 
-    ``whole`` and ``split`` must hold the same values. See :func:`check_plan` for the arguments.
-    """
-    dtype = next(whole.parameters()).dtype
-    args, kwargs = random_call((args, kwargs), dtype)
-    expected = _run(whole, args, kwargs)
-    found = _run(split, args, kwargs)
+    fresh: nn.Module
+    """As it was before it ran."""
+    ran: nn.Module
+    """A copy that ran; it holds the gradients of the parameters."""
+    call: Call
+    outputs: Tensor
+    inputs: Tensor
+    """Gradients of the inputs, as one vector."""
+
+    @classmethod
+    def of(cls, block: nn.Module, call: Call) -> WholeBlock:
+        """Run a copy of ``block``, in fp32 where it can (else in its own dtype).
+
+        Raises:
+            DoesNotRun: if the block fails on these arguments.
+        """
+        own = next(block.parameters()).dtype
+        for dtype in dict.fromkeys((torch.float32, own)):
+            fresh = random_weights(copy.deepcopy(block).to(dtype)).eval()
+            ran = copy.deepcopy(fresh)
+            try:
+                outputs, inputs = _run(ran, *random_call(call, dtype))
+            except Exception as error:  # flash attention knows no fp32
+                reason = error
+                continue
+            return cls(fresh=fresh, ran=ran, call=call, outputs=outputs, inputs=inputs)
+        raise DoesNotRun(f"the block did not run alone ({reason})")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters and of the random inputs."""
+        return next(self.fresh.parameters()).dtype
+
+    def arguments(self) -> Any:
+        """Random arguments, the same at every call."""
+        return random_call(self.call, self.dtype)
+
+
+def check_block(whole: WholeBlock, split: nn.Module, mesh: DeviceMesh) -> BlockCheck:
+    """Compare a split copy of ``whole.fresh``, which is used up: gradients are left behind."""
+    found, dtype = _run(split, *whole.arguments()), whole.dtype
     tolerance = _TOLERANCE.get(dtype, 1e-3)
     gradients, partial = {}, set()
     shares, orders = dict(split.named_parameters()), joined_rows(split)
-    norms = [float(parameter.grad.norm()) for parameter in whole.parameters() if parameter.grad is not None]
+    norms = [float(parameter.grad.norm()) for parameter in whole.ran.parameters() if parameter.grad is not None]
     floor = _ZERO * max(norms, default=0.0) or _ZERO
-    for name, parameter in whole.named_parameters():
+    for name, parameter in whole.ran.named_parameters():
         share, truth = shares[name].grad, parameter.grad
         if truth is None:
             continue
@@ -241,32 +279,22 @@ def check_block(whole: nn.Module, split: nn.Module, args: Any, kwargs: Any, mesh
                 partial.add(name)
         gradients[name] = error
     return BlockCheck(
-        output=_agree(_relative(found[0], expected[0]), mesh),
-        inputs=_agree(_relative(found[1], expected[1]), mesh),
+        output=_agree(_relative(found[0], whole.outputs), mesh),
+        inputs=_agree(_relative(found[1], whole.inputs), mesh),
         gradients=gradients,
         partial=frozenset(partial),
         tolerance=tolerance,
     )
 
 
-def _check_one(
-    block: nn.Module, mesh: DeviceMesh, part: TensorParallelPlan, call: Call, is_compiled: bool
-) -> BlockCheck:
-    """Check one block on copies, in fp32 where the block can (else in its own dtype)."""
-    own = next(block.parameters()).dtype
-    for dtype in dict.fromkeys((torch.float32, own)):
-        whole = random_weights(copy.deepcopy(block).to(dtype)).eval()
-        split = copy.deepcopy(whole)
-        try:
-            _run(copy.deepcopy(whole), *random_call(call, dtype))
-        except Exception as error:  # flash attention knows no fp32
-            reason = error
-            continue
-        apply_tensor_parallel(split, mesh, part)
-        found = check_block(whole, split, *call, mesh)
-        problem = wrong_draws(whole, split, *random_call(call, dtype), is_compiled=is_compiled)
-        return replace(found, draws=problem or "")
-    raise DoesNotRun(f"the block did not run alone ({reason})")
+def _check_one(whole: WholeBlock, mesh: DeviceMesh, part: TensorParallelPlan, is_compiled: bool) -> BlockCheck:
+    split = copy.deepcopy(whole.fresh)
+    apply_tensor_parallel(split, mesh, part)
+    found = check_block(whole, split, mesh)
+    if found.wrong:
+        return found
+    problem = wrong_draws(copy.deepcopy(whole.fresh), split, *whole.arguments(), is_compiled=is_compiled)
+    return replace(found, draws=problem or "")
 
 
 def random_weights(block: nn.Module) -> nn.Module:

@@ -20,6 +20,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +29,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid.tensor_parallel.attention import cuts_a_head, why_not_split
-from lightning_hybrid.tensor_parallel.check import Call, kind_of, random_call, random_weights, too_large, try_block
+from lightning_hybrid.tensor_parallel.check import (
+    Call,
+    WholeBlock,
+    kind_of,
+    random_call,
+    random_weights,
+    too_large,
+    try_block,
+)
 from lightning_hybrid.tensor_parallel.heads import head_counts, widths
 from lightning_hybrid.tensor_parallel.plan import WHOLE, PlanEntry, TensorParallelPlan
 
@@ -59,13 +68,18 @@ class _Trial:
     call: Call
     is_compiled: bool
 
+    @cached_property
+    def whole(self) -> WholeBlock:
+        """What every split of the block must compute."""
+        return WholeBlock.of(self.block, self.call)
+
     @property
     def size(self) -> int:
         return self.mesh.size()
 
     def run(self, part: TensorParallelPlan) -> tuple[TensorParallelPlan, str]:
         """The plan, mended where that is possible, and what is wrong with it (nothing: empty)."""
-        return try_block(self.block, self.mesh, part, self.call, is_compiled=self.is_compiled)
+        return try_block(self.whole, self.mesh, part, is_compiled=self.is_compiled)
 
 
 def infer_plan(
@@ -133,6 +147,7 @@ def _infer_block(trial: _Trial, part: TensorParallelPlan, shared: set[str]) -> T
     if reason := too_large(block):
         return _noted(part, [name for name, _ in _linears(block)], f"{reason}; name it in tp_plan")
     try:
+        _ = trial.whole
         groups = find_groups(block, trial.call)
     except Exception as error:  # a block that needs more than its arguments
         return _noted(part, [name for name, _ in _linears(block)], f"the block does not run alone: {_short(error)}")
