@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
+from lightning_hybrid.pipeline.hollow import refuse_hollow
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine
 
 __all__ = ["LogRecorder", "MetricMirror", "merge_outputs"]
@@ -69,6 +70,7 @@ class LogRecorder:
 
 def _combine(entry: _Logged, losses: Sequence[MicrobatchLoss]) -> Any:
     first = next(iter(entry.values.values()))
+    refuse_hollow("A value given to self.log", tree_leaves(list(entry.values.values())))
     if isinstance(first, Metric):
         return first
     if isinstance(first, dict):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.pipeline.activations import look_of
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine
 from lightning_hybrid.pipeline.probe import StepFacts
@@ -114,6 +115,8 @@ class Rehearsal:
             try:
                 with torch.no_grad():
                     found = self._losses([self.whole], read_loss, joins=False)
+            except HybridError:  # all stages find it
+                raise
             except Exception as error:
                 if self.rank.keeps_others_waiting:
                     raise

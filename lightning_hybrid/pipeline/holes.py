@@ -16,6 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_hybrid.pipeline.hollow import plain
+
 __all__ = ["Hole", "KeptBytes", "placeholder"]
 
 
@@ -69,15 +71,18 @@ class Hole:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return an output like the module's, without its values."""
+        args, kwargs = plain((args, kwargs))
         leaves, _ = tree_flatten((args, kwargs))
         return self._template(args, kwargs, leaves).build(leaves)
 
     def flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the floating point operations of one forward on such arguments (0 where it cannot be counted)."""
+        args, kwargs = plain((args, kwargs))
         return self._template(args, kwargs, tree_flatten((args, kwargs))[0]).flops
 
     def left_behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, Tensor]]:
         """Return like tensors for those that a forward leaves in attributes: ``(module within, attribute, tensor)``."""
+        args, kwargs = plain((args, kwargs))
         found = self._template(args, kwargs, tree_flatten((args, kwargs))[0]).left_behind
         return [(path, key, _make("zeros", look, [])) for path, key, look in found]
 
@@ -86,6 +91,7 @@ class Hole:
 
         Weights do not count, nor what the module keeps in attributes.
         """
+        args, kwargs = plain((args, kwargs))
         leaves = tree_flatten((args, kwargs))[0]
         wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         signature = "kept", self._trained, wants, self._signature(args, kwargs, leaves)

@@ -29,6 +29,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.errors import PipelineError
 from lightning_hybrid.pipeline.holes import Hole, KeptBytes
+from lightning_hybrid.pipeline.hollow import takes_only_the_shape
 
 __all__ = ["Labels", "Probe", "StepFacts", "written_tensors"]
 
@@ -83,7 +84,7 @@ class Labels(TorchDispatchMode):
         output = func(*args, **kwargs)
         inputs = tree_leaves((args, kwargs))
         labels, drawn = self.of(inputs), self.drawn_in(inputs)
-        if _takes_only_the_shape(func.__name__):
+        if takes_only_the_shape(func.__name__):
             labels, drawn = set(), None
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             drawn = self.segment if drawn is None else drawn
@@ -109,11 +110,6 @@ class Reads(TorchFunctionMode):
         if getattr(func, "__name__", "") in self._NAMES and args and isinstance(args[0], Tensor):
             self._note(args[0])
         return func(*args, **(kwargs or {}))
-
-
-def _takes_only_the_shape(name: str) -> bool:
-    operation = name.split(".")[0]
-    return operation.startswith("new_") or operation.endswith("_like")
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

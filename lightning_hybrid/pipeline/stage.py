@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from lightning_hybrid.errors import PipelineError, UnsupportedError
 from lightning_hybrid.pipeline.holes import Hole, placeholder
+from lightning_hybrid.pipeline.hollow import hollow, refuse_hollow
 from lightning_hybrid.pipeline.probe import Probe, StepFacts
 from lightning_hybrid.randomness import random_mark
 
@@ -117,6 +118,7 @@ class StageRun:
             self.entered = True
         for i, real in zip(positions, self.received, strict=True):  # also when the call is recomputed in the backward
             leaves[i] = real
+        refuse_hollow(f"An argument of {self.facts.blocks[self.first]}", leaves)
         args, kwargs = tree_unflatten(leaves, spec)
         return args, kwargs
 
@@ -164,7 +166,9 @@ class StageRun:
         """Return the travelling arguments of the next stage's first block."""
         leaves, _ = tree_flatten(self.substitute(args, kwargs))
         self.facts.check_structure(self.last, leaves)
-        return [leaves[i] for i in self.facts.arguments[self.last]]
+        found = [leaves[i] for i in self.facts.arguments[self.last]]
+        refuse_hollow(f"An argument of {self.facts.blocks[self.last]}", found)
+        return found
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> list[Tensor]:
         """Return what the code after the last block gets: its output, and its arguments where they are used again."""
@@ -306,7 +310,7 @@ class Cut:
                 if parameter is not None and id(parameter) not in kept:
                     self._released[part, name] = self.parameter_names[id(parameter)], parameter.requires_grad
                     del part._parameters[name]
-                    part.__dict__[name] = placeholder(parameter)
+                    part.__dict__[name] = hollow(placeholder(parameter))
         self._note_placeholders()
 
     def to(self, device: torch.device) -> None:
@@ -316,7 +320,7 @@ class Cut:
         for part in self.module.modules():
             for name, value in part.__dict__.items():
                 if id(value) in self.placeholders:
-                    part.__dict__[name] = placeholder(value, device)
+                    part.__dict__[name] = hollow(placeholder(value, device))
         self._note_placeholders()
 
     def _note_placeholders(self) -> None:
@@ -334,6 +338,7 @@ class Cut:
         if not run.entered or run.last < len(self._indices) or run.captures:
             blocks = run.facts.blocks
             raise PipelineError(f"This step ended without a call of {blocks[run.last - 1]}. {_SAME_BLOCKS}")
+        refuse_hollow("The step's output", tree_leaves(output))
         return output
 
     @contextmanager
@@ -365,7 +370,7 @@ class Cut:
         if index == run.first and run.first > 0:
             args, kwargs = run.enter(args, kwargs)
         elif not run.entered:
-            return self._holes[part](args, kwargs)
+            return hollow(self._holes[part](args, kwargs))
         elif index == run.last:
             raise _StageDone(run.leave(args, kwargs))
         else:
