@@ -68,7 +68,9 @@ class AxisCollectives(ParallelStrategy):
         return _all_gather_ddp_if_available(tensor, group=self._data_group(group), sync_grads=sync_grads)
 
     def _data_group(self, group: Any) -> Any:
-        return axis_group(self.device_mesh, "data_parallel") if group is None else group
+        """``LightningModule.all_gather`` passes the world where its user gave nothing."""
+        given = None if group is dist.group.WORLD else group
+        return axis_group(self.device_mesh, "data_parallel") if given is None else given
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

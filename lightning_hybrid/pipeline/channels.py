@@ -61,6 +61,7 @@ class Channels:
 
         ``again``: the second message of that micro-batch, where the receiver had expected other shapes.
         """
+        self._pending = [(work, data) for work, data in self._pending if not work.is_completed()]  # frees their memory
         group, tags = self._way(kind, stage, microbatch, len(tensors), again)
         for tensor, tag in zip(tensors, tags, strict=True):
             data = tensor.detach().contiguous()

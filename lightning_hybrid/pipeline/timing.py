@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_hybrid.pipeline.hollow import plain
 from lightning_hybrid.pipeline.predict import Times
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.stage import Cut, StageRun
@@ -89,7 +90,9 @@ def _reach(
         raise _Reached
 
     def once() -> None:
-        run = StageRun(first=index, last=index + 1, facts=facts, receive=lambda local: [t.clone() for t in local])
+        run = StageRun(
+            first=index, last=index + 1, facts=facts, receive=lambda local: plain([t.clone() for t in local])
+        )
         try:
             cut.run(run, step)
         except _Reached:

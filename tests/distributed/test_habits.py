@@ -164,3 +164,23 @@ def test_loaders_of_different_batch_sizes_are_refused() -> None:
     run_ranks(2, train_on_two, (4, 4))
     with pytest.raises(UnsupportedError, match=r"different sizes \[8, 4\]"):
         run_ranks(2, train_on_two, (8, 4))
+
+
+class Gathers(Lit):
+    """Gathers a value of the last stage in its step: over the data axis, on which all of these ranks are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.model(batch["x"])
+        self.log("mean", self.all_gather(logits.mean()).mean())
+        return F.cross_entropy(logits, batch["y"])
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_gather_in_the_step_does_not_wait_for_other_stages(data: int) -> None:
+    def train(rank: int, degrees: dict[str, Any]) -> Trace:
+        return trace(rank, lambda: Gathers(Net()), ROWS, degrees)
+
+    expected = run_ranks(1, train, ONE_PROCESS)[0]
+    found = run_ranks(2 * data, train, {**PP2, "data_parallel_size": data, "num_microbatches": 2})
+    assert_equal(expected, found)
+    assert found[0].metrics["mean"] == pytest.approx(expected.metrics["mean"], rel=1e-4)
