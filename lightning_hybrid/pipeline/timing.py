@@ -90,8 +90,7 @@ def _reach(
         raise _Reached
 
     def copies(local: list[Tensor]) -> list[Tensor]:
-        found: list[Tensor] = plain([tensor.clone() for tensor in local])
-        return found
+        return [tensor.clone() for tensor in plain(local)]
 
     def once() -> None:
         run = StageRun(
