@@ -93,9 +93,7 @@ def _reach(
         return [tensor.clone() for tensor in plain(local)]
 
     def once() -> None:
-        run = StageRun(
-            first=index, last=index + 1, facts=facts, receive=lambda local: plain([t.clone() for t in local])
-        )
+        run = StageRun(first=index, last=index + 1, facts=facts, receive=copies)
         try:
             cut.run(run, step)
         except _Reached:
