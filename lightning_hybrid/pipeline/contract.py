@@ -7,7 +7,7 @@ other (contrastive losses, statistics over the batch, rows that are joined or re
 misread. Nothing would fail then: the run would only learn something else. So before the first training step, and those
 after 1, 2, 4, 8, ... others (a loss may change with time, a weight with the data), some samples go through the pipeline
 twice, forward only and without a trace: in one piece, and as the step would cut them. The losses must agree. The step
-runs in ``eval`` mode, where dropout does not draw. If it draws numbers nevertheless, or cannot run so, that is said.
+runs in ``eval`` mode, where dropout does not draw. If it draws numbers nevertheless, or its loss fails, that is said.
 """
 
 from __future__ import annotations
@@ -115,10 +115,8 @@ class Rehearsal:
             try:
                 with torch.no_grad():
                     found = self._losses([self.whole], read_loss, joins=False)
-            except HybridError:  # all stages find it
-                raise
             except Exception as error:
-                if self.rank.keeps_others_waiting:
+                if isinstance(error, HybridError) or self.rank.keeps_others_waiting:
                     raise
                 found, problem = [], f"{type(error).__name__}: {error}"
             if self._is_clear(problem):

@@ -93,8 +93,6 @@ class StageRun:
     joins: bool = False
     """Whether the block ``first`` is the last of all and a hole, in whose place ``receive`` gives what it returned."""
     entered: bool = False
-    began: bool = False
-    """Whether an own block was called."""
     inputs: list[Tensor] = field(default_factory=list)
     """The leaves, if they are wanted."""
     received: list[Tensor] = field(default_factory=list)
@@ -375,7 +373,6 @@ class Cut:
             raise _StageDone(run.leave(args, kwargs))
         else:
             args, kwargs = run.substitute(args, kwargs)
-        run.began = run.began or index is not None
         with inside:
             output = call(*args, **kwargs)
         if run.captures and index == len(self._indices) - 1:

@@ -125,10 +125,13 @@ class PipelineRank:
 
     @property
     def keeps_others_waiting(self) -> bool:
-        """After an error in a forward: whether it happened in blocks whose output another stage waits for."""
-        last_run, action = self.cut.last_run, self.now
-        is_last = action is None or action.stage == self.num_stages - 1
-        return not is_last and last_run is not None and last_run.began
+        """After an error in a forward: whether other ranks wait for what should have come after it.
+
+        They do not, if it happened behind the last block, where nothing is sent.
+        """
+        run, action = self.cut.last_run, self.now
+        is_last = action is not None and action.stage == self.num_stages - 1
+        return not (is_last and run is not None and run.entered)
 
     def _arrivals(self, actions: Sequence[Action]) -> list[Action | None]:
         """Before and after each action the next forward whose input another rank sends."""
