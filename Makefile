@@ -28,6 +28,7 @@ venv: $(VENV)/.test
 
 # torch comes first and pinned: left to itself, pip may take a newer one with several GB of GPU libraries beside it.
 $(VENV)/.base: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (torch first; some minutes) ..."
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch==2.13.0
 	$(PIP) install -c constraints.txt -e .
