@@ -65,9 +65,8 @@ class Lit(L.LightningModule):
         self.ended.append(batch_idx)
 
     def on_predict_epoch_end(self) -> None:
-        assert (
-            self.all_gather(torch.ones(())).sum() == self.trainer.world_size
-        )  # a collective of the user's: all are here
+        everybody = self.all_gather(torch.ones(())).sum()  # a collective of the user's: all are here
+        assert everybody == self.trainer.strategy.layout.data_parallel_size
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("mean", batch[:, 0].mean(), batch_size=len(batch))
