@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_hybrid.errors import PipelineError
 
-__all__ = ["Hollow", "hollow", "plain", "refuse_hollow", "takes_only_the_shape"]
+__all__ = ["Hollow", "hollow", "plain", "refuse_hollow", "refuse_leaked", "takes_only_the_shape"]
 
 #: Functions whose second argument only says how the first one is to look.
 _AS_OTHER = ("expand_as", "view_as", "reshape_as", "type_as", "to")
@@ -71,6 +72,20 @@ def refuse_hollow(what: str, values: Iterable[Any]) -> None:
             f"{what} is computed from weights or values of another stage that did not come through the arguments of the"
             " blocks, which the first batch's step did not do. Have every step do the same (multiply a part of the loss"
             " by 0 rather than leave it out), pass the value through the blocks, or use pipeline_parallel_size=1."
+        )
+
+
+def refuse_leaked(values: Iterable[Any]) -> None:
+    """Refuse values made from fake tensors, in which a hole learns shapes: user code must have kept one.
+
+    Raises:
+        PipelineError: names the remedy.
+    """
+    if any(isinstance(value, FakeTensor) for value in values):
+        raise PipelineError(
+            "The step computes with what a block, or a forward hook on it, appends to a list or keeps in an object"
+            " outside of itself, which is there on the stage of that block only. Return it from the block and hand it on"
+            " through the blocks' arguments, or use pipeline_parallel_size=1."
         )
 
 

@@ -29,7 +29,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.errors import PipelineError
 from lightning_hybrid.pipeline.holes import Hole, KeptBytes
-from lightning_hybrid.pipeline.hollow import takes_only_the_shape
+from lightning_hybrid.pipeline.hollow import refuse_leaked, takes_only_the_shape
 
 __all__ = ["Labels", "Probe", "StepFacts", "written_tensors"]
 
@@ -303,6 +303,7 @@ class Probe:
 
     def finish(self, output: Any) -> StepFacts:
         """Note the step's output and return the facts."""
+        refuse_leaked(tree_leaves(output))
         self._end_segment()
         results = [("the step's output", tree_leaves(output)), *self._logged]
         for name, leaves in results:

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from lightning_hybrid.errors import PipelineError, UnsupportedError
 from lightning_hybrid.pipeline.holes import Hole, placeholder
-from lightning_hybrid.pipeline.hollow import hollow, refuse_hollow
+from lightning_hybrid.pipeline.hollow import hollow, refuse_hollow, refuse_leaked
 from lightning_hybrid.pipeline.probe import Probe, StepFacts
 from lightning_hybrid.randomness import random_mark
 
@@ -337,6 +337,7 @@ class Cut:
             blocks = run.facts.blocks
             raise PipelineError(f"This step ended without a call of {blocks[run.last - 1]}. {_SAME_BLOCKS}")
         refuse_hollow("The step's output", tree_leaves(output))
+        refuse_leaked(tree_leaves(output))
         return output
 
     @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.errors import UnsupportedError
+from lightning_hybrid.errors import PipelineError, UnsupportedError
 from tests.distributed.equality import ONE_PROCESS, QUIET, Trace, assert_equal, trace
 from tests.distributed.zoo import Classifier, Lit, labelled_rows, mlp
 from tests.ranks import run_ranks
@@ -184,3 +184,39 @@ def test_a_gather_in_the_step_does_not_wait_for_other_stages(data: int) -> None:
     found = run_ranks(2 * data, train, {**PP2, "data_parallel_size": data, "num_microbatches": 2})
     assert_equal(expected, found)
     assert found[0].metrics["mean"] == pytest.approx(expected.metrics["mean"], rel=1e-4)
+
+
+COLLECTED: list[Tensor] = []
+
+
+class Collecting(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        COLLECTED.append(out.square().mean())
+        return out
+
+
+class Collects(Lit):
+    """Auxiliary losses of all blocks, in a list or by hooks."""
+
+    def __init__(self, by_hooks: bool) -> None:
+        super().__init__(Net())
+        if by_hooks:
+            for block in self.model.blocks:
+                block.register_forward_hook(lambda module, args, out: COLLECTED.append(out.square().mean()))
+        else:
+            self.model.blocks = nn.ModuleList(Collecting() for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        COLLECTED.clear()
+        loss = F.cross_entropy(self.model(batch["x"]), batch["y"])
+        return loss + 0.1 * torch.stack(COLLECTED).sum() if COLLECTED else loss
+
+
+@pytest.mark.parametrize("by_hooks", [False, True], ids=["list", "hooks"])
+def test_what_blocks_append_to_a_list_is_refused(by_hooks: bool) -> None:
+    def train(rank: int) -> None:
+        trace(rank, lambda: Collects(by_hooks), ROWS, PP2)
+
+    with pytest.raises(PipelineError, match="appends to a list"):
+        run_ranks(2, train)
