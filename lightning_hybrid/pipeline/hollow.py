@@ -84,8 +84,8 @@ def refuse_leaked(values: Iterable[Any]) -> None:
     if any(isinstance(value, FakeTensor) for value in values):
         raise PipelineError(
             "The step computes with what a block, or a forward hook on it, appends to a list or keeps in an object"
-            " outside of itself, which is there on the stage of that block only. Return it from the block and hand it on"
-            " through the blocks' arguments, or use pipeline_parallel_size=1."
+            " outside of itself, which is there on the stage of that block only. Return it from the block and hand it"
+            " on through the blocks' arguments, or use pipeline_parallel_size=1."
         )
 
 
