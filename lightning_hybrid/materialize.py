@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_hybrid.checkpoint.consolidate import StateKeys
 from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.pipeline.holes import placeholder
+from lightning_hybrid.pipeline.hollow import memory_of
 from lightning_hybrid.pipeline.probe import written_tensors
 from lightning_hybrid.randomness import derive_seed, random_state, restore_random_state
 
@@ -115,7 +116,7 @@ class MetaWeights:
         given_ids = {id(t) for name, _, t in _tensors(self._module) if name in given}
         for name, part, tensor in _tensors(self._module):
             ours = tensor.is_meta or id(tensor) in self._buffers
-            if ours and id(tensor) not in given_ids and written.get(_memory(tensor), 0) < tensor.numel():
+            if ours and id(tensor) not in given_ids and written.get(memory_of(tensor)[0], 0) < tensor.numel():
                 raise UnsupportedError(
                     f"{name} was built on the meta device, and nothing gives it values. Define reset_parameters(self)"
                     f" in {type(part).__name__} that fills it, {_REMEDY}"
@@ -161,7 +162,7 @@ class _Draws(TorchDispatchMode):
         return output
 
     def _note(self, tensor: Tensor) -> None:
-        self.written[_memory(tensor)] = self.written.get(_memory(tensor), 0) + tensor.numel()
+        self.written[memory_of(tensor)[0]] = self.written.get(memory_of(tensor)[0], 0) + tensor.numel()
 
     def trunc_normal(self, function: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Count as one draw what draws until all values are within bounds, and can do so on real memory only."""
@@ -289,10 +290,6 @@ def _hidden(module: nn.Module, which: Callable[[int], bool], recurse: bool = Tru
     finally:
         for registry, name, tensor in hidden:
             registry[name] = tensor
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_meta(value: Any) -> bool:

@@ -27,7 +27,7 @@ class Memory:
     activations: int | None
     """Most of what autograd keeps for backwards at once; what an operation needs while it runs is not in it."""
     messages: int
-    """What is sent to other stages, which is kept until the step ends."""
+    """What is sent to other stages, as if none of it had left before the step ends."""
 
     @property
     def known(self) -> int:

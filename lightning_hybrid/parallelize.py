@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.checkpoint.consolidate import StateKeys
-from lightning_hybrid.errors import UnsupportedError
+from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.materialize import MetaWeights, check_same_meta, on_meta
 from lightning_hybrid.mesh import data_mesh
@@ -146,6 +146,11 @@ def parallelize(
         plan = check_plan(module, axis, plan, calls if names else {}, is_compiled=is_compiled)
         plan = infer_plan(module, axis, plan, calls, tried, is_compiled=is_compiled)
         check_not_empty(module, plan)
+        if settings.loss_parallel and not any(entry.style == "colwise_gather_output" for entry in plan.entries):
+            raise ConfigurationError(
+                "loss_parallel=True keeps the logits of a head that is split over the vocabulary, but no layer is: give"
+                ' it the style in tp_plan={"...head": "colwise_gather_output"}, or use loss_parallel=False.'
+            )
     cut, facts, stages, root = None, None, None, None
     mine = [0]
     if layout.pipeline_parallel_size > 1:

@@ -48,13 +48,15 @@ class PipelinedStep:
         device: torch.device,
         probe: Callable[[str, Any, tuple[Any, ...]], StepFacts],
         sync_tied: Callable[[], None],
-        inside: Callable[[Callable[[], Any]], Any],
         quiet: Callable[[], AbstractContextManager[None]],
+        gather: Callable[[Any], list[Any]],
+        regathers: bool,
         whole_batch_loss: bool,
     ) -> None:
         """``probe(name, microbatch, rest)`` learns the facts of a kind of step the first time it runs.
 
-        ``inside`` runs a function in the root's forward; within ``quiet()`` the module's steps leave no trace.
+        Within ``quiet()`` the module's steps leave no trace; ``gather`` returns what every rank of the world gives.
+        ``regathers``: sharded weights are freed after each forward.
         """
         self._module, self._root, self._rank, self._spec = module, root, rank, spec
         self.num_microbatches, self._stages_per_rank = num_microbatches, stages_per_rank
@@ -65,7 +67,8 @@ class PipelinedStep:
         self._ledger = GradientLedger(module.parameters())
         self._metrics = MetricMirror(module)
         self._last_rank = spec.rank_of_stage(rank.num_stages - 1, rank.num_ranks)
-        self._inside, self._quiet, self._whole_batch_loss = inside, quiet, whole_batch_loss
+        self._quiet, self._gather, self._whole_batch_loss = quiet, gather, whole_batch_loss
+        self._regathers = regathers
         self._said, self._checkable, self._num_trained = False, True, 0
         self._checksum: tuple[Any, ...] = ()
 
@@ -78,6 +81,7 @@ class PipelinedStep:
         self._checksum = checksum(batch)
         parts, sizes = zip(*self._splitter.split(batch, self.num_microbatches), strict=True)
         recorder = LogRecorder()
+        self._check_even(len(parts))
         facts = self._facts("training_step", batch if self._whole_batch_loss else parts[0], rest)
         self._check_contract(facts, batch, sizes, rest)
 
@@ -145,10 +149,19 @@ class PipelinedStep:
             self.facts[kind] = self._probe(name, part, rest)
         return self.facts[kind]
 
+    def _check_even(self, num_parts: int) -> None:
+        """Where each micro-batch gathers sharded weights anew, all data ranks must have equally many."""
+        if self._regathers and len(found := set(self._gather(num_parts))) > 1:
+            raise UnsupportedError(
+                f"Batches of data ranks are cut into {sorted(found)} micro-batches, but with reshard_after_forward=True"
+                " each of them gathers sharded weights from all data ranks. Give all data ranks the same batch size"
+                " (drop_last=True), or leave reshard_after_forward out."
+            )
+
     def _check_contract(self, facts: StepFacts, batch: Any, sizes: Sequence[int], rest: tuple[Any, ...]) -> None:
         """Before step 0, 1, 2, 4, 8, ...: see :mod:`.pipeline.contract`."""
         done, self._num_trained = self._num_trained, self._num_trained + 1
-        if len(sizes) == 1 or done & (done - 1) or not self._checkable:
+        if done & (done - 1) or not self._checkable or min(self._gather(len(sizes))) == 1:
             return
         part_sizes = rehearsed_sizes(sizes)
         (whole, _), *_ = self._splitter.cut(batch, [sum(part_sizes)])
@@ -165,6 +178,7 @@ class PipelinedStep:
                 self._rank.rank
             ],
             device=self._device,
+            gather=self._gather,
         )
         with self._quiet(), torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             refusal, self._checkable = rehearsal.find(read_loss)

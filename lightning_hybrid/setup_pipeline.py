@@ -130,8 +130,9 @@ class PipelineSetup:
             device=strategy.root_device,
             probe=lambda name, batch, rest: call_inside(part.root, lambda: self._probe(name, batch, rest)),
             sync_tied=self._sync_tied,
-            inside=lambda function: call_inside(part.root, function),
             quiet=lambda: quiet_step(self._module, self._trainer, set()),
+            gather=strategy.all_gather_object,
+            regathers=part.root is not None and bool(strategy.settings.reshard_after_forward),
             whole_batch_loss=strategy.settings.whole_batch_loss,
         )
         self.step.facts.update(self._facts)
@@ -207,8 +208,10 @@ class PipelineSetup:
 
     def _check_sizes(self, batches: list[Any]) -> None:
         """Refuse loaders of different batch sizes: only the first one's samples would be cut into micro-batches."""
+        if len(batches) == 1 or self._strategy.layout.pipeline_parallel_size == 1:
+            return
         sizes = [batch_size_of(batch) for batch in batches if batch is not None]
-        if len(set(sizes)) > 1 and self._strategy.layout.pipeline_parallel_size > 1:
+        if len(set(sizes)) > 1:
             raise UnsupportedError(
                 f"The loaders of this step give batches of different sizes {sizes}, which cannot be cut into the same"
                 " micro-batches. Give them one batch size, or use pipeline_parallel_size=1."

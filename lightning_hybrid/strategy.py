@@ -382,8 +382,9 @@ class Hybrid3DStrategy(EvaluationHooks):
         if self._root is not None:  # sharded parameters move by their own rules
             self._root.to(self.root_device)
         assert self.lightning_module is not None
-        if any(t.device != self.root_device for t in self.lightning_module.state_dict().values()):
-            self.lightning_module.to(self.root_device)
+        module = self.lightning_module
+        if any(t.device != self.root_device for t in (*module.parameters(), *module.buffers())):
+            module.to(self.root_device)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -405,7 +406,8 @@ class Hybrid3DStrategy(EvaluationHooks):
             self._new_window = False
             assert self.lightning_module is not None
             if self._pipeline is not None and zeroes_unseen(self.lightning_module.trainer):
-                self.lightning_module.zero_grad()
+                for optimizer in self.optimizers:
+                    optimizer.zero_grad()
         self._check_even_training()
         with self.precision_plugin.train_step_context(), self._step_randomness():
             if self._pipeline is not None:

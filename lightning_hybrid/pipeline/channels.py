@@ -100,12 +100,6 @@ class Channels:
         dist.recv(payload, self._ranks[source], group=self._group, tag=_REPORT_TAG)
         return pickle.loads(payload.cpu().numpy().tobytes())
 
-    def all_gather(self, message: Any) -> list[Any]:
-        """Return what every rank of the pipeline gives. A collective over it."""
-        told: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(told, message, group=self._group)
-        return told
-
     def flush(self) -> None:
         """Wait until everything sent has left."""
         for work, _ in self._pending:

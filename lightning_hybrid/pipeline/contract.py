@@ -1,4 +1,4 @@
-"""The contract of micro-batches, checked once: the loss of a batch follows from the losses of its parts.
+"""The contract of micro-batches, checked now and then: the loss of a batch follows from the losses of its parts.
 
 [Note: losses that couple samples]
 A pipeline computes the loss of each micro-batch and combines them by their weights (:mod:`~.loss`). That is the loss
@@ -12,7 +12,6 @@ runs in ``eval`` mode, where dropout does not draw. If it draws numbers neverthe
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -31,9 +30,6 @@ from lightning_hybrid.pipeline.step import PipelineRank, StepInputs
 from lightning_hybrid.randomness import random_mark
 
 __all__ = ["Rehearsal", "disagreement", "rehearsed_sizes"]
-
-logger = logging.getLogger(__name__)
-
 
 _APART = (
     "So it compares samples with each other, or its weight was misread, and what micro-batches make of it is not the"
@@ -100,11 +96,14 @@ class Rehearsal:
     forward_only: Callable[[int], Sequence[Action]]
     """This rank's actions for so many micro-batches."""
     device: torch.device
+    gather: Callable[[Any], list[Any]]
+    """Returns what every rank of the world gives. All of them decide alike: those of other data coordinates would wait
+    for the gathering of sharded parameters that a rehearsal, or a step after it, asks for."""
 
     def find(self, read_loss: Callable[[Any, int], MicrobatchLoss]) -> tuple[str | None, bool]:
         """Return what is wrong with the loss, with the way out, and whether anything can be said.
 
-        A collective over the pipeline.
+        A collective over the world.
         """
         cut, problem = self.rank.cut, None
         before = random_mark(self.device if self.device.type == "cuda" else None)
@@ -118,10 +117,11 @@ class Rehearsal:
             except Exception as error:
                 if isinstance(error, HybridError) or self.rank.keeps_others_waiting:
                     raise
-                found, problem = [], f"{type(error).__name__}: {error}"
-            if self._is_clear(problem):
-                with torch.enable_grad():
-                    found += self._losses(self.parts, read_loss, joins=self.joins)
+                problem = f"{type(error).__name__}: {error}"
+            if not self._is_clear(problem):
+                return None, False
+            with torch.enable_grad():
+                found += self._losses(self.parts, read_loss, joins=self.joins)
         finally:
             cut.inside = surrounding
         if before != random_mark(self.device if self.device.type == "cuda" else None):
@@ -129,8 +129,8 @@ class Rehearsal:
         return (self._verdict(found), True) if self._is_clear(problem) else (None, False)
 
     def _is_clear(self, problem: str | None) -> bool:
-        """Whether no rank of the pipeline has a problem. A collective over it."""
-        problems = [told for told in self.rank.channels.all_gather(problem) if told]
+        """Whether no rank has a problem. A collective over the world."""
+        problems = [told for told in self.gather(problem) if told]
         if problems:
             rank_zero_info(
                 "lightning_hybrid: whether training_step compares samples with each other could not be checked"
@@ -160,7 +160,7 @@ class Rehearsal:
         return found
 
     def _verdict(self, found: list[MicrobatchLoss]) -> str | None:
-        """Tell all ranks of the pipeline what the last stage found."""
+        """Tell all ranks what a last stage found."""
         refusal = None
         if found:
             whole, *parts = found
@@ -171,6 +171,6 @@ class Rehearsal:
             )
             if difference := disagreement(whole, parts, is_rounded=is_rounded):
                 refusal = f"The loss of training_step {difference}. {_JOINED if self.joins else _APART}"
-        told = self.rank.channels.all_gather(refusal)
+        told = self.gather(refusal)
         self.rank.flush()
         return next((refusal for refusal in told if refusal), None)

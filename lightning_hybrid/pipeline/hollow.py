@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_hybrid.errors import PipelineError
 
-__all__ = ["Hollow", "hollow", "plain", "refuse_hollow", "refuse_leaked", "takes_only_the_shape"]
+__all__ = ["Hollow", "hollow", "memory_of", "plain", "refuse_hollow", "refuse_leaked", "takes_only_the_shape"]
 
 #: Functions whose second argument only says how the first one is to look.
 _AS_OTHER = ("expand_as", "view_as", "reshape_as", "type_as", "to")
@@ -39,8 +39,13 @@ class Hollow(Tensor):
             return output
         if takes_only_the_shape(name) or (name in _AS_OTHER and type(args[0]) is not cls):
             return output
-        real = {_memory(value) for value in inputs if type(value) is not cls}  # of which an output may be a view
-        return tree_map_only(Tensor, lambda t: t if _memory(t) in real else hollow(t), output)
+        real = {memory_of(value)[0] for value in inputs if type(value) is not cls}  # of which an output may be a view
+        return tree_map_only(Tensor, lambda t: t if memory_of(t)[0] in real else hollow(t), output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Without values there is nothing to copy."""
+        memo[id(self)] = copied = hollow(plain(self).detach())
+        return copied
 
 
 def takes_only_the_shape(name: str) -> bool:
@@ -89,8 +94,10 @@ def refuse_leaked(values: Iterable[Any]) -> None:
         )
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> tuple[int, Any]:
+    """Return the address of a tensor's memory, and the storage; a tensor without one stands for itself."""
     try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse and the like
-        return id(tensor)
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse and the like: no memory that could be shared
+        return id(tensor), tensor
+    return storage._cdata, storage

@@ -29,7 +29,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.errors import PipelineError
 from lightning_hybrid.pipeline.holes import Hole, KeptBytes
-from lightning_hybrid.pipeline.hollow import refuse_leaked, takes_only_the_shape
+from lightning_hybrid.pipeline.hollow import memory_of, refuse_leaked, takes_only_the_shape
 
 __all__ = ["Labels", "Probe", "StepFacts", "written_tensors"]
 
@@ -65,18 +65,18 @@ class Labels(TorchDispatchMode):
 
     def of(self, values: Iterable[Any]) -> set[_Label]:
         """Return the labels of all tensors among ``values``."""
-        return set().union(*(self._of.get(_memory(v)[0], ()) for v in values if isinstance(v, Tensor)))
+        return set().union(*(self._of.get(memory_of(v)[0], ()) for v in values if isinstance(v, Tensor)))
 
     def add(self, tensor: Tensor, labels: Iterable[_Label]) -> None:
         """Label a tensor's memory."""
-        address, storage = _memory(tensor)
+        address, storage = memory_of(tensor)
         self._of.setdefault(address, set()).update(labels)
         if address not in self._handles:  # a weak one: large models have no room for all values of a step
             self._handles[address] = storage if isinstance(storage, Tensor) else StorageWeakRef(storage)
 
     def drawn_in(self, values: Iterable[Any]) -> int | None:
         """Return the first segment in which random numbers were drawn that tensors among ``values`` are made from."""
-        segments = [self._drawn.get(_memory(value)[0]) for value in values if isinstance(value, Tensor)]
+        segments = [self._drawn.get(memory_of(value)[0]) for value in values if isinstance(value, Tensor)]
         return min((segment for segment in segments if segment is not None), default=None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,7 +93,7 @@ class Labels(TorchDispatchMode):
                 if isinstance(tensor, Tensor):
                     self.add(tensor, labels)
                     if drawn is not None:
-                        self._drawn[_memory(tensor)[0]] = drawn
+                        self._drawn[memory_of(tensor)[0]] = drawn
         return output
 
 
@@ -119,15 +119,6 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return []
     given = {**{a.name: value for a, value in zip(schema.arguments, args, strict=False)}, **kwargs}
     return [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-
-
-def _memory(tensor: Tensor) -> tuple[int, Any]:
-    """Return the address of a tensor's memory, and the storage; a tensor without one stands for itself."""
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse and the like: no memory that could be shared
-        return id(tensor), tensor
-    return storage._cdata, storage
 
 
 class _Made(torch.autograd.Function):

@@ -226,11 +226,6 @@ class Cut:
         for part in intercepted.values():
             _intercept(part, self._call)
 
-    @property
-    def current(self) -> StageRun | None:
-        """The stage's run that calls belong to now."""
-        return self._run
-
     def blocks(self) -> list[nn.Module]:
         """All blocks, held by this rank or not."""
         return list(self._blocks.values())

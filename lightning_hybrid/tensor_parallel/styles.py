@@ -231,15 +231,12 @@ def split_module(module: nn.Module, style: SplitStyle) -> None:
     module._tensor_parallel = style  # type: ignore[assignment]
 
 
-def join_late(module: nn.Module) -> list[str]:
-    """Have outputs that would be joined (a head's logits) stay split until they must be. Returns the modules' FQNs."""
-    found = []
-    for name, part in module.named_modules():
+def join_late(module: nn.Module) -> None:
+    """Have outputs that would be joined (a head's logits) stay split until they must be."""
+    for part in module.modules():
         style = getattr(part, "_tensor_parallel", None)
         if isinstance(style, SplitStyle) and style.style == "colwise_gather_output":
-            part._tensor_parallel = replace(style, joins_late=True)
-            found.append(name)
-    return found
+            part._tensor_parallel = replace(style, joins_late=True)  # type: ignore[assignment]
 
 
 def is_split(module: nn.Module) -> bool:

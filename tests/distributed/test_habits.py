@@ -166,6 +166,60 @@ def test_loaders_of_different_batch_sizes_are_refused() -> None:
         run_ranks(2, train_on_two, (8, 4))
 
 
+class Copies(L.Callback):
+    """As averages of weights do."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        copy.deepcopy(dict(pl_module.model.named_modules())["blocks.0"].linear.weight)
+        copy.deepcopy(pl_module.model.head.weight)
+
+
+class Stateful(Block):
+    """Keeps something in checkpoints that is no tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"version": 1}
+
+
+def test_weights_of_other_stages_can_be_copied_and_modules_may_have_extra_state() -> None:
+    def make() -> Lit:
+        module = Classifier(Net())
+        module.model.blocks[1] = Stateful()
+        return module
+
+    def train(rank: int, degrees: dict[str, Any]) -> Trace:
+        return trace(rank, make, ROWS, degrees, callbacks=[Copies()])
+
+    expected = run_ranks(1, train, ONE_PROCESS)[0]
+    assert_equal(expected, run_ranks(2, train, PP2))
+
+
+class Outside(Lit):
+    """A weight that the optimizer does not have keeps its gradients, as Lightning leaves them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.model(batch["x"]), batch["y"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for n, p in self.named_parameters() if "head" not in n], lr=0.1)
+
+
+def test_gradients_that_no_optimizer_erases_add_up() -> None:
+    def train(rank: int, degrees: dict[str, Any]) -> Trace:
+        return trace(rank, lambda: Outside(Net()), ROWS, degrees)
+
+    expected = run_ranks(1, train, ONE_PROCESS)[0]
+    found = run_ranks(2, train, PP2)
+    assert_equal(expected, found)
+    last = {name: gradient for part in found for name, gradient in part.gradients[-1].items()}
+    for name in ("model.head.weight", "model.head.bias"):
+        assert torch.allclose(last[name], expected.gradients[-1][name], rtol=1e-4, atol=1e-6), name
+        assert not torch.allclose(last[name], expected.gradients[0][name], rtol=1e-2)
+
+
 class Gathers(Lit):
     """Gathers a value of the last stage in its step: over the data axis, on which all of these ranks are."""
 
@@ -220,3 +274,23 @@ def test_what_blocks_append_to_a_list_is_refused(by_hooks: bool) -> None:
 
     with pytest.raises(PipelineError, match="appends to a list"):
         run_ranks(2, train)
+
+
+def test_data_ranks_of_different_batch_sizes() -> None:
+    """One rank has a single sample, which is not cut, and the other has four; both gather sharded weights."""
+
+    class Uneven(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            size = 1 if torch.distributed.get_rank() % 2 else 4  # the data coordinate at 2 x 1 x 2
+            for start in (0, 4):
+                yield torch.utils.data.default_collate(ROWS[start : start + size])
+
+    def train(rank: int, reshard: bool | None) -> int:
+        strategy = Hybrid3DStrategy(2, 1, 2, num_microbatches=2, archive=None, reshard_after_forward=reshard)
+        trainer = L.Trainer(devices=4, strategy=strategy, max_epochs=1, **QUIET)
+        trainer.fit(Classifier(Net()), DataLoader(Uneven(), batch_size=None))
+        return trainer.global_step
+
+    assert run_ranks(4, train, None, timeout=40) == [2] * 4
+    with pytest.raises(UnsupportedError, match=r"\[1, 2\] micro-batches"):  # it would wait for ever
+        run_ranks(4, train, True, timeout=40)

@@ -155,3 +155,8 @@ def test_hugging_face_equals_one_process() -> None:
 def test_other_values_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="loss_parallel='yes' must be True or False"):
         Hybrid3DStrategy(loss_parallel="yes")  # type: ignore[arg-type]
+
+
+def test_a_head_that_is_not_split_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r'tp_plan=.*"colwise_gather_output".*loss_parallel=False'):
+        run_ranks(2, run, {"tensor_parallel_size": 2, "tp_plan": TP_PLAN, "loss_parallel": True})
