@@ -58,6 +58,15 @@ class Clock:
         """Forget all marks without looking at them."""
         self._marks = []
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Within the ``with`` block marks are made for nobody; those from before stay."""
+        kept, self._marks = self._marks, []
+        try:
+            yield
+        finally:
+            self._marks = kept
+
     def spans(self, stage: int, microbatch: int) -> Spans:
         """Spans that follow each other without gaps within one action."""
         return Spans(self, stage, microbatch)

@@ -180,9 +180,9 @@ class PipelinedStep:
             device=self._device,
             gather=self._gather,
         )
-        with self._quiet(), torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+        devices = [self._device] if self._device.type == "cuda" else []
+        with self._quiet(), self._rank.clock.unseen(), torch.random.fork_rng(devices=devices):
             refusal, self._checkable = rehearsal.find(read_loss)
-        self._rank.clock.clear()
         if refusal:
             raise UnsupportedError(refusal)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -242,3 +243,26 @@ def test_without_the_check_mixed_rows_would_be_wrong(more: dict[str, Any]) -> No
     (found,) = run(2, lambda: Mixing("joined"), {**PP2, **more}, sabotage=unrehearsed)
     with must_differ():
         assert_equal(expected, found)
+
+
+class CountsMarks(L.Callback):
+    found: list[int]
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.found = []
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        marks = trainer.strategy.take_marks()
+        self.found.append(sum(mark.kind == "F" for mark in marks))
+
+
+def test_rehearsals_leave_the_marks_of_a_step_alone() -> None:
+    """Four batches of two micro-batches in an optimizer step; before the first, second and third of them is one."""
+
+    def count(rank: int) -> list[int]:
+        counts = CountsMarks()
+        degrees = {**PP2, "num_microbatches": 2, "schedule": "1F1B"}
+        trace(rank, lambda: Pairs("plain"), ROWS, degrees, batch_size=4, accumulate_grad_batches=4, callbacks=[counts])
+        return counts.found
+
+    assert run_ranks(2, count) == [[8], [8]]
