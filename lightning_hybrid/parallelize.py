@@ -137,24 +137,11 @@ def parallelize(
         return Part(plan=build_tp_plan(nn.Module(), None, 1), cut=None, facts=None, stages=None, root=None, keys=keys)
     synchronise(module, device)
     weights = MetaWeights(module, seed, given) if on_meta(module) else None
-    blocks = settings.blocks
-    plan = build_tp_plan(module, settings.tp_plan, layout.tensor_parallel_size)
-    if layout.tensor_parallel_size > 1:
-        names, axis = _units(module, blocks), mesh["tensor_parallel"]
-        tried = names or [name for name, child in module.named_children() if any(True for _ in child.parameters())]
-        calls, is_compiled = first_step.record(tried), settings.compile is not False
-        plan = check_plan(module, axis, plan, calls if names else {}, is_compiled=is_compiled)
-        plan = infer_plan(module, axis, plan, calls, tried, is_compiled=is_compiled)
-        check_not_empty(module, plan)
-        if settings.loss_parallel and not any(entry.style == "colwise_gather_output" for entry in plan.entries):
-            raise ConfigurationError(
-                "loss_parallel=True keeps the logits of a head that is split over the vocabulary, but no layer is: give"
-                ' it the style in tp_plan={"...head": "colwise_gather_output"}, or use loss_parallel=False.'
-            )
+    plan = _plan_split(module, layout, mesh, settings, first_step)
     cut, facts, stages, root = None, None, None, None
     mine = [0]
     if layout.pipeline_parallel_size > 1:
-        cut = Cut(module, list_blocks(module, blocks))
+        cut = Cut(module, list_blocks(module, settings.blocks))
         facts = first_step.probe(cut)
         placement, here = first_step.choose_stages()
         mine = [stage for stage, rank in enumerate(placement) if rank == here]
@@ -174,7 +161,9 @@ def parallelize(
     if settings.loss_parallel and layout.tensor_parallel_size > 1:
         join_late(module)
     module.to(device)
-    units = [module.get_submodule(n) for n in (stages.blocks if stages is not None else _units(module, blocks))]
+    units = [
+        module.get_submodule(n) for n in (stages.blocks if stages is not None else _units(module, settings.blocks))
+    ]
     held = [unit for unit in units if any(True for _ in unit.parameters())]
     for unit in held if layout.tensor_parallel_size > 1 else ():
         unit.register_forward_hook(lambda *_: SHARES.close())  # where no row-wise layer did
@@ -184,6 +173,27 @@ def parallelize(
         reshard = layout.pipeline_parallel_size == 1 if reshard is None else reshard
         root = apply_sharding(module, units, shard_mesh, reshard=reshard)
     return Part(plan=plan, cut=cut, facts=facts, stages=stages, root=root, keys=keys)
+
+
+def _plan_split(
+    module: nn.Module, layout: Layout, mesh: DeviceMesh, settings: Settings, first_step: FirstStep
+) -> TensorParallelPlan:
+    """Decide what tensor parallelism splits: by plans, checked, then by trying. A collective of the tensor axis."""
+    plan = build_tp_plan(module, settings.tp_plan, layout.tensor_parallel_size)
+    if layout.tensor_parallel_size == 1:
+        return plan
+    names, axis = _units(module, settings.blocks), mesh["tensor_parallel"]
+    tried = names or [name for name, child in module.named_children() if any(True for _ in child.parameters())]
+    calls, is_compiled = first_step.record(tried), settings.compile is not False
+    plan = check_plan(module, axis, plan, calls if names else {}, is_compiled=is_compiled)
+    plan = infer_plan(module, axis, plan, calls, tried, is_compiled=is_compiled)
+    check_not_empty(module, plan)
+    if settings.loss_parallel and not any(entry.style == "colwise_gather_output" for entry in plan.entries):
+        raise ConfigurationError(
+            "loss_parallel=True keeps the logits of a head that is split over the vocabulary, but no layer is: give it"
+            ' the style in tp_plan={"...head": "colwise_gather_output"}, or use loss_parallel=False.'
+        )
+    return plan
 
 
 def synchronise(module: nn.Module, device: torch.device) -> None:
