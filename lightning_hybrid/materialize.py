@@ -37,7 +37,7 @@ from lightning_hybrid.pipeline.hollow import memory_of
 from lightning_hybrid.pipeline.probe import written_tensors
 from lightning_hybrid.randomness import derive_seed, random_state, restore_random_state
 
-__all__ = ["MetaWeights", "check_same_meta", "on_meta"]
+__all__ = ["MetaWeights", "check_same_meta", "on_meta", "to_meta"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _REMEDY = 'or build it outside of torch.device("meta").'
@@ -46,6 +46,12 @@ _REMEDY = 'or build it outside of torch.device("meta").'
 def on_meta(module: nn.Module) -> list[str]:
     """Return the names of parameters and buffers on the meta device."""
     return [name for name, _, tensor in _tensors(module) if tensor.is_meta]
+
+
+def to_meta(module: nn.Module) -> None:
+    """Move all parameters and buffers to the meta device; unlike with ``module.to("meta")`` tied ones stay tied."""
+    for registry in ("_parameters", "_buffers"):
+        _replace(module, registry, lambda t: torch.empty_like(t, device="meta"), lambda t: not t.is_meta)
 
 
 def check_same_meta(module: nn.Module) -> None:

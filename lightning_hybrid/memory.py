@@ -25,7 +25,10 @@ class Memory:
     unreduced: int
     """Most gradients that stand whole on the rank because they are not yet reduced over the data axis."""
     activations: int | None
-    """Most of what autograd keeps for backwards at once; what an operation needs while it runs is not in it."""
+    """Most of what autograd keeps for backwards at once; what an operation needs while it runs is not in it.
+
+    With tensor parallelism blocks and logits count whole: an upper bound.
+    """
     messages: int
     """What is sent to other stages, as if none of it had left before the step ends."""
 

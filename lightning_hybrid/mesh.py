@@ -21,7 +21,7 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     Also makes the flattened axis ``"data_parallel"``. One mesh is made per process group: a second ``fit`` gets the
     same one, so that process groups do not pile up.
     """
-    key = (layout, device_type, id(dist.group.WORLD))
+    key = (layout, device_type, dist.group.WORLD)  # the group itself: an id may come again
     if key not in _built:
         mesh = init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES)
         flat = mesh["data_parallel_replicate", "data_parallel_shard"]._flatten("data_parallel")

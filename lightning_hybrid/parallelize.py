@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from lightning_hybrid.checkpoint.consolidate import StateKeys
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from lightning_hybrid.layout import Layout
-from lightning_hybrid.materialize import MetaWeights, check_same_meta, on_meta
+from lightning_hybrid.materialize import MetaWeights, check_same_meta, on_meta, to_meta
 from lightning_hybrid.mesh import data_mesh
 from lightning_hybrid.per_block import apply_per_block
 from lightning_hybrid.pipeline.blocks import Blocks, find_block_lists, list_blocks
@@ -121,7 +121,8 @@ def parallelize(
     """Turn ``module`` into this rank's part, in place.
 
     All ranks must call this with equal arguments. Weights on the meta device are drawn from ``seed``; ``given`` are
-    keys that a checkpoint will overwrite afterwards.
+    keys that a checkpoint will overwrite afterwards. On the meta device the part has shapes and no values, and
+    there are no collectives (:mod:`~lightning_hybrid.estimate`).
 
     Raises:
         ConfigurationError: if degrees do not fit the model.
@@ -150,7 +151,9 @@ def parallelize(
     if cut is not None and stages is not None:
         cut.hold(stages.parameters_of(mine))
         cut.to(device)
-    if weights is not None:
+    if device.type == "meta":
+        to_meta(module)
+    elif weights is not None:
         weights.fill(keys)
     apply_tensor_parallel(
         module,
@@ -198,7 +201,7 @@ def _plan_split(
 
 def synchronise(module: nn.Module, device: torch.device) -> None:
     """Give all ranks the parameters and buffers of global rank 0, as DDP does; those on the meta device have none."""
-    if dist.get_world_size() == 1:
+    if dist.get_world_size() == 1 or device.type == "meta":
         return
     check_same_meta(module)
     with torch.no_grad():
