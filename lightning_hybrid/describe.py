@@ -16,7 +16,7 @@ from lightning_hybrid.tensor_parallel.plan import SMALL, TensorParallelPlan, lay
 __all__ = ["describe_run", "layout_table", "memory_table"]
 
 #: Styles whose own parameters stay whole.
-_KEEP_WHOLE = ("replicated_with_grad_allreduce", "local_numbers")
+_KEEP_WHOLE = ("replicated_with_grad_allreduce", "local_numbers", "colwise_shared")
 _SAID_BY = {
     "user": "tp_plan",
     "huggingface": "Hugging Face's plan",

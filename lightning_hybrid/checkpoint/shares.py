@@ -86,10 +86,13 @@ def share_of(like: DTensor, whole: Tensor, *, replicate: bool = False, rows: Joi
     """
     placements = [Replicate()] * like.device_mesh.ndim if replicate else like.placements
     slices = () if replicate else local_slices(like)
-    if rows is None or not whole.ndim or whole.shape[0] != sum(rows.parts):
+    if rows is None or not rows.fit(whole):
         part = whole[slices]
+    elif replicate:
+        part = whole.index_select(rows.dim, rows.order)
     else:
-        part = whole[rows.order[slices[:1]]][(slice(None), *slices[1:])]
+        mine = rows.order[slices[rows.dim]]
+        part = whole.index_select(rows.dim, mine)[(*slices[: rows.dim], slice(None), *slices[rows.dim + 1 :])]
     local = part.detach().to(like.to_local().device, copy=True, memory_format=torch.contiguous_format)
     stride = torch.empty(whole.shape, device="meta").stride()
     return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=whole.shape, stride=stride)
@@ -147,7 +150,7 @@ def _offer(value: Any, rows: JoinedRows | None) -> Any:
     try:
         if isinstance(value, DTensor):
             bounds = tuple((s.start, s.stop) for s in local_slices(value))
-            joined = rows if rows and value.ndim and value.shape[0] == sum(rows.parts) else None
+            joined = rows if rows and rows.fit(value) else None
             return _Part(shape=value.shape, dtype=value.dtype, bounds=bounds, rows=joined)
     except CheckpointError as error:
         return error
@@ -202,7 +205,7 @@ def _receive(
             into.copy_(buffer)
     for key, offer in {key: offer for offers in everyone for key, offer in offers.items()}.items():
         if isinstance(offer, _Part) and offer.rows is not None:
-            found[key] = torch.empty_like(found[key]).index_copy_(0, offer.rows.order, found[key])
+            found[key] = offer.rows.sorted(found[key])
     return found
 
 

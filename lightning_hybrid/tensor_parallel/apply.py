@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel.collectives import JoinedRows, share_bounds
+from lightning_hybrid.tensor_parallel.linears import is_transposed
 from lightning_hybrid.tensor_parallel.plan import STYLES, PlanEntry, TensorParallelPlan
 from lightning_hybrid.tensor_parallel.styles import (
     SplitStyle,
@@ -81,8 +82,14 @@ def _apply_entry(
         for name in names:
             _split_parameter(owner, name, entry, mesh, shares)
         if not entry.is_parameter:
-            _divide_numbers(owner, entry.numbers, mesh.size())
-            style = SplitStyle(style=entry.style_name, mesh=mesh, parts=entry.parts, stand_ins=entry.stand_ins)
+            _set_numbers(owner, entry.numbers)
+            style = SplitStyle(
+                style=entry.style_name,
+                mesh=mesh,
+                parts=entry.parts,
+                stand_ins=entry.stand_ins,
+                by_head=entry.by_head,
+            )
             split_module(owner, style)
 
 
@@ -92,7 +99,8 @@ def _split_parameter(
     whole = owner._parameters.get(name)
     if whole is None or isinstance(whole, DTensor):
         return
-    placement = placement_of(entry.style_name, "" if entry.is_parameter else name, whole.ndim)
+    transposed = is_transposed(owner)
+    placement = placement_of(entry.style_name, "" if entry.is_parameter else name, whole.ndim, transposed=transposed)
     if placement is None:
         return
     if whole not in shares:
@@ -108,7 +116,8 @@ def _share_of(whole: nn.Parameter, placement: Shard, mesh: DeviceMesh, parts: Se
     """
     values = whole.detach()
     if parts:
-        values = values[JoinedRows(parts=tuple(parts), num_shares=mesh.size()).order]
+        order = JoinedRows(parts=tuple(parts), num_shares=mesh.size()).order
+        values = values.index_select(placement.dim, order.to(values.device))
     start, end = share_bounds(whole.shape[placement.dim], mesh.size(), mesh.get_local_rank())
     local = values.narrow(placement.dim, start, end - start).clone(memory_format=torch.contiguous_format)
     stride = torch.empty(whole.shape, device="meta").stride()
@@ -118,16 +127,16 @@ def _share_of(whole: nn.Parameter, placement: Shard, mesh: DeviceMesh, parts: Se
     return share
 
 
-def _divide_numbers(owner: nn.Module, names: Sequence[str], size: int) -> None:
+def _set_numbers(owner: nn.Module, numbers: Sequence[tuple[str, int]]) -> None:
     """Let a module speak of this rank's heads and width; of a config, which others share, it gets its own copy."""
     configs: dict[str, Any] = {}
-    for name in names:
+    for name, value in numbers:
         holder, _, attribute = name.rpartition(".")
         if holder and holder not in configs:
             configs[holder] = copy.copy(getattr(owner, holder))
             setattr(owner, holder, configs[holder])
         target = configs[holder] if holder else owner
-        setattr(target, attribute, getattr(target, attribute) // size)
+        setattr(target, attribute, value)
 
 
 def _leave_fast_paths(module: nn.Module) -> None:

@@ -176,9 +176,13 @@ def record_calls(module: nn.Module, blocks: Sequence[str], step: Callable[[], An
     for name in blocks:
         kinds.setdefault(kind_of(module.get_submodule(name)), []).append(name)
     calls: dict[str, Call] = {}
+    handed: dict[nn.Module, Call] = {}
+
+    def remember(block: nn.Module, args: Any, kwargs: Any) -> None:
+        handed[block] = tree_map(_untouched, (args, kwargs))
 
     def record(names: list[str], block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls[next(name for name in names if module.get_submodule(name) is block)] = (args, kwargs)
+        calls[next(name for name in names if module.get_submodule(name) is block)] = handed[block]
         if len(calls) == len(kinds):
             raise _AllSeen
         for name in names:
@@ -190,18 +194,29 @@ def record_calls(module: nn.Module, blocks: Sequence[str], step: Callable[[], An
         for names in kinds.values()
         for name in names
     }
+    remembering = [module.get_submodule(name).register_forward_pre_hook(remember, with_kwargs=True) for name in blocks]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         with torch.enable_grad(), torch.random.fork_rng(), contextlib.suppress(_AllSeen):
             step()
     finally:
-        for hook in hooks.values():
+        for hook in (*hooks.values(), *remembering):
             hook.remove()
         for name in blocks:
             module.get_submodule(name).__dict__.pop("forward", None)
         for buffer, before in buffers:
             buffer.copy_(before)
     return calls
+
+
+def _untouched(x: Any) -> Any:
+    """A copy of an object that a block may change (a cache of keys and values), where it can be copied."""
+    if isinstance(x, (Tensor, nn.Module)):
+        return x
+    try:
+        return copy.deepcopy(x)
+    except Exception:  # it holds what autograd computed, or a lock
+        return x
 
 
 def kind_of(block: nn.Module) -> Any:
@@ -270,7 +285,7 @@ def check_block(whole: WholeBlock, split: nn.Module, mesh: DeviceMesh) -> BlockC
         share, truth = shares[name].grad, parameter.grad
         if truth is None:
             continue
-        truth = truth[orders[name].order] if name in orders else truth
+        truth = truth.index_select(orders[name].dim, orders[name].order.to(truth.device)) if name in orders else truth
         error = _agree(_relative(_full(share, truth), truth, floor), mesh)
         if not error <= tolerance and not isinstance(share, DTensor) and share is not None:
             total = share.clone()
@@ -313,7 +328,9 @@ def random_call(call: Any, dtype: torch.dtype) -> Any:
     generator = torch.Generator().manual_seed(1)
 
     def prepare(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
+        if not isinstance(x, Tensor):
+            return _untouched(x)
+        if not x.is_floating_point():
             return x
         if not x.requires_grad:
             return x.detach().to(dtype)

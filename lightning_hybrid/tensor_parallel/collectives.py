@@ -43,12 +43,22 @@ class JoinedRows:
     parts: tuple[int, ...]
     """Rows of each projection; ``num_shares`` divides each."""
     num_shares: int
+    dim: int = 0
+    """Along which the rows stand: 1 in a weight ``[in, out]``."""
 
     @property
     def order(self) -> Tensor:
         """Which row stands where: the ranks' shares one after the other are ``whole[order]``."""
         rows = torch.arange(sum(self.parts)).split(list(self.parts))
         return torch.cat([part.chunk(self.num_shares)[share] for share in range(self.num_shares) for part in rows])
+
+    def fit(self, tensor: Tensor | Any) -> bool:
+        """Whether a tensor (an optimizer's state) has these rows."""
+        return len(tensor.shape) > self.dim and tensor.shape[self.dim] == sum(self.parts)
+
+    def sorted(self, whole: Tensor) -> Tensor:
+        """Put rows that stand in the ranks' order back into that of one process."""
+        return torch.empty_like(whole).index_copy_(self.dim, self.order.to(whole.device), whole)
 
 
 def enter_split(x: Tensor, group: dist.ProcessGroup) -> Tensor:

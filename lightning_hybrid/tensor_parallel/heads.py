@@ -12,11 +12,13 @@ from typing import Any
 from torch import nn
 
 from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.tensor_parallel.linears import features_of, is_linear
 
-__all__ = ["check_heads", "head_counts", "widths"]
+__all__ = ["check_heads", "head_counts", "shared_groups", "shared_heads", "widths"]
 
 _NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_query_groups")
+_GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups", "n_groups", "num_queries_per_kv", "repeats")
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "d_head", "dim_head", "dim_per_head")
 _WIDTH: tuple[str, ...] = (
     "n_embd",
@@ -60,13 +62,14 @@ def check_heads(module: nn.Module, styles: Mapping[str, str], tensor_parallel_si
     Raises:
         ConfigurationError: with the module, the number of heads, and the degrees that would do.
     """
-    owners: dict[str, list[nn.Linear]] = {}
+    owners: dict[str, list[nn.Module]] = {}
     for name, style in styles.items():
         child = module.get_submodule(name)
-        if style == "colwise" and isinstance(child, nn.Linear):
+        if style == "colwise" and is_linear(child):
             owners.setdefault(name.rpartition(".")[0], []).append(child)
+    shared = {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise_shared"}
     for name, linears in owners.items():
-        for word, count in _head_counts(module.get_submodule(name), linears):
+        for word, count in _head_counts(module.get_submodule(name), linears, name in shared):
             if count % tensor_parallel_size:
                 fits = ", ".join(str(n) for n in range(1, tensor_parallel_size + 1) if count % n == 0)
                 raise ConfigurationError(
@@ -75,7 +78,40 @@ def check_heads(module: nn.Module, styles: Mapping[str, str], tensor_parallel_si
                 )
 
 
-def _head_counts(owner: nn.Module, linears: list[nn.Linear]) -> Iterator[tuple[str, int]]:
+def shared_heads(owner: nn.Module, linears: Mapping[str, int], size: int) -> dict[str, tuple[int, ...]]:
+    """Which projections of an attention have fewer heads than ranks, and may be shared by several; rows of each head.
+
+    Each rank's query heads must attend to one head of those: the degree is a multiple of their number. ``linears`` maps
+    names of the owner's column-wise linears to their output features.
+    """
+    own = _first(owner, (*_NUM_HEADS, *_NUM_KV_HEADS, *_HEAD_DIM))
+    heads, head_dim = _known(owner, _NUM_HEADS), _known(owner, _HEAD_DIM)
+    if own is None or not (heads or head_dim):
+        return {}
+    head_dim = head_dim or max(linears.values()) // heads
+    heads = heads or max(linears.values()) // head_dim
+    found = {}
+    for name, width in linears.items():
+        count = width // head_dim
+        if width == count * head_dim and 0 < count < min(size, heads) and size % count == 0 and heads % size == 0:
+            found[name] = (head_dim,) * count
+    return found
+
+
+def shared_groups(owner: nn.Module, size: int) -> tuple[tuple[str, int], ...]:
+    """What an attention's number of query heads for each shared head is on one rank, by attribute."""
+    heads, kv_heads = _known(owner, _NUM_HEADS), _known(owner, _NUM_KV_HEADS)
+    own = {name: value for name in _GROUPS if (value := getattr(owner, name, None)) and isinstance(value, int)}
+    return tuple((name, heads // size) for name, value in own.items() if kv_heads and value == heads // kv_heads)
+
+
+def _known(owner: nn.Module, names: tuple[str, ...]) -> int:
+    """The first of these numbers that a module or its config has; 0 if none."""
+    found = _first(owner, names) or _first(getattr(owner, "config", None), names)
+    return found[1] if found else 0
+
+
+def _head_counts(owner: nn.Module, linears: list[nn.Module], shares_kv: bool) -> Iterator[tuple[str, int]]:
     """Every count of heads that must divide, with what it is called."""
     own = _first(owner, (*_NUM_HEADS, *_NUM_KV_HEADS, *_HEAD_DIM))
     if own is None:
@@ -86,11 +122,12 @@ def _head_counts(owner: nn.Module, linears: list[nn.Linear]) -> Iterator[tuple[s
     head_dim = _first(owner, _HEAD_DIM)
     if heads:
         yield heads
-    if kv_heads and (not heads or not head_dim or any(x.out_features != heads[1] * head_dim[1] for x in linears)):
+    outs = [features_of(x)[0] for x in linears]
+    if kv_heads and not shares_kv and (not heads or not head_dim or any(out != heads[1] * head_dim[1] for out in outs)):
         yield kv_heads
     if head_dim:
         word, size = head_dim
-        yield from ((f"out_features/{word}", x.out_features // size) for x in linears if x.out_features % size == 0)
+        yield from ((f"out_features/{word}", out // size) for out in outs if out % size == 0)
 
 
 def _first(source: Any, names: tuple[str, ...]) -> tuple[str, int] | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -38,8 +38,10 @@ from lightning_hybrid.tensor_parallel.check import (
     too_large,
     try_block,
 )
-from lightning_hybrid.tensor_parallel.heads import head_counts, widths
+from lightning_hybrid.tensor_parallel.heads import head_counts, shared_groups, shared_heads, widths
+from lightning_hybrid.tensor_parallel.linears import features_of, is_linear
 from lightning_hybrid.tensor_parallel.plan import WHOLE, PlanEntry, TensorParallelPlan
+from lightning_hybrid.tensor_parallel.styles import NOTHING_BY_HEAD, ByHead
 
 __all__ = ["Group", "find_groups", "infer_plan"]
 
@@ -57,6 +59,8 @@ class Group:
     """The module whose code runs between them."""
     stand_ins: tuple[int | str, ...]
     """Arguments of the owner that the first linears get as they are."""
+    by_head: ByHead = NOTHING_BY_HEAD
+    """What the owner gets and gives for each head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,19 +187,28 @@ def _try_group(group: Group, trial: _Trial, part: TensorParallelPlan) -> TensorP
     names = [*group.first, group.last]
     block, size, reasons = trial.block, trial.size, list[str]()
     owner = block.get_submodule(group.owner)
-    if reason := _does_not_divide(block, group, size):
+    shared = shared_heads(owner, {name: features_of(block.get_submodule(name))[0] for name in group.first}, size)
+    if reason := _does_not_divide(block, group, size, shared):
         return _noted(part, names, reason)
-    odd = next(((n, c) for n, c in head_counts(owner).items() if c % size), None)
+    odd = next(((n, c) for n, c in head_counts(owner).items() if c % size and not (shared and size % c == 0)), None)
     for parts in _parts(block, group):
         if any(rows % size for of_linear in parts.values() for rows in of_linear):
             continue
-        for numbers, stand_ins in _numbers(block, group, size):
+        for numbers, stand_ins in _numbers(block, group, size, bool(shared)):
             changes: dict[str, dict[str, Any]] = {
                 name: {"style": "colwise", "parts": parts.get(name, ())} for name in group.first
             }
+            changes |= {name: {"style": "colwise_shared", "parts": heads} for name, heads in shared.items()}
             changes[group.last] = {"style": "rowwise"}
-            if numbers or stand_ins:
-                changes[group.owner] = {"style": "local_numbers", "numbers": numbers, "stand_ins": stand_ins}
+            if numbers or stand_ins or group.by_head != NOTHING_BY_HEAD:
+                changes[group.owner] = {
+                    "style": "local_numbers",
+                    "numbers": numbers,
+                    "stand_ins": stand_ins,
+                    "by_head": group.by_head,
+                }
+            if group.by_head.results:
+                changes |= {name: {"style": "embedding_by_head"} for name in _embeddings_by_head(group.owner, owner)}
             found, reason = trial.run(_changed(part, changes))
             if not reason:
                 return found
@@ -207,11 +220,19 @@ def _try_group(group: Group, trial: _Trial, part: TensorParallelPlan) -> TensorP
     return _noted(part, names, furthest + remedy)
 
 
-def _does_not_divide(block: nn.Module, group: Group, size: int) -> str | None:
-    sizes = [(f"out_features of {name}", block.get_submodule(name).out_features) for name in group.first]
-    sizes.append((f"in_features of {group.last}", block.get_submodule(group.last).in_features))
+def _embeddings_by_head(name: str, owner: nn.Module) -> list[str]:
+    """Tables of an attention with one feature for each head (relative positions)."""
+    counts = head_counts(owner).values()
+    tables = [(child, table) for child, table in owner.named_children() if isinstance(table, nn.Embedding)]
+    return [f"{name}.{child}".lstrip(".") for child, table in tables if table.embedding_dim in counts]
+
+
+def _does_not_divide(block: nn.Module, group: Group, size: int, shared: Collection[str]) -> str | None:
+    split = [name for name in group.first if name not in shared]
+    sizes = [(f"out_features of {name}", features_of(block.get_submodule(name))[0]) for name in split]
+    sizes.append((f"in_features of {group.last}", features_of(block.get_submodule(group.last))[1]))
     for word, number in sizes:
-        if number % size:  # type: ignore[operator]
+        if number % size:
             return f"tensor_parallel_size={size} does not divide {word}, {number}"
     return None
 
@@ -219,8 +240,8 @@ def _does_not_divide(block: nn.Module, group: Group, size: int) -> str | None:
 def _parts(block: nn.Module, group: Group) -> Iterator[dict[str, tuple[int, ...]]]:
     """What the first linears may join: nothing; or several projections, by their widths beside the last one's input."""
     yield {}
-    inner = block.get_submodule(group.last).in_features
-    guesses = {name: _joins(block.get_submodule(name).out_features, inner) for name in group.first}  # type: ignore[arg-type]
+    inner = features_of(block.get_submodule(group.last))[1]
+    guesses = {name: _joins(features_of(block.get_submodule(name))[0], inner) for name in group.first}
     for number in range(max(map(len, guesses.values()))):
         yield {name: found[number] for name, found in guesses.items() if number < len(found)}
 
@@ -237,23 +258,25 @@ def _joins(rows: int, inner: int) -> list[tuple[int, ...]]:
     return list(found)
 
 
-def _numbers(block: nn.Module, group: Group, size: int) -> Iterator[tuple[tuple[str, ...], tuple[int | str, ...]]]:
-    """Attributes of the owner to divide, and arguments to show as this rank's width; from none to all."""
+def _numbers(
+    block: nn.Module, group: Group, size: int, shares_heads: bool
+) -> Iterator[tuple[tuple[tuple[str, int], ...], tuple[int | str, ...]]]:
+    """Attributes of the owner to set to this rank's, and arguments to show as its width; from none to all."""
     owner = block.get_submodule(group.owner)
     counts = head_counts(owner)
-    inner: Any = block.get_submodule(group.last).in_features
-    sizes = {inner, *(block.get_submodule(name).out_features for name in group.first)}
+    inner = features_of(block.get_submodule(group.last))[1]
+    sizes = {inner, *(features_of(block.get_submodule(name))[0] for name in group.first)}
     sizes |= {rows // 3 for rows in sizes if rows % 3 == 0} | {rows // 2 for rows in sizes if rows % 2 == 0}
     wide = widths(owner, sizes)
-    yield (), ()
-    if any(count % size for count in (*counts.values(), *wide.values())):
+    always = shared_groups(owner, size) if shares_heads else ()
+    yield always, ()
+    divided = {name: 1 if shares_heads and size % count == 0 else count / size for name, count in counts.items()}
+    divided |= {name: width / size for name, width in wide.items()}
+    if any(value != int(value) for value in divided.values()):
         return
-    ways = [
-        (tuple(counts), ()),
-        ((*counts, *wide), ()),
-        (tuple(counts), group.stand_ins),
-        ((*counts, *wide), group.stand_ins),
-    ]
+    few = (*always, *((name, int(divided[name])) for name in counts))
+    many = (*few, *((name, int(divided[name])) for name in wide))
+    ways = [(few, ()), (many, ()), (few, group.stand_ins), (many, group.stand_ins)]
     yield from (way for way in dict.fromkeys(ways) if way[0] or way[1])
 
 
@@ -278,15 +301,22 @@ def find_groups(block: nn.Module, call: Call) -> list[Group]:
         if len(calls := seen.get(name, [])) == 1 and isinstance(calls[0][2], Tensor) and calls[0][0]
     }
     producers = {out.grad_fn: name for name, (_, _, out) in once.items() if out.grad_fn is not None}
+    counts = {count for child in block.modules() for count in head_counts(child).values()}
     groups: list[Group] = []
     taken: set[str] = set()
     for name, (linear_args, _, _) in once.items():
-        feeds = _feeds(linear_args[0], producers, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not _is_by_head(x, counts)]
+        feeds = _feeds(linear_args[0], producers, inputs)
         if feeds and name not in taken and not feeds & taken:
             taken |= {name, *feeds}
             first = tuple(other for other in once if other in feeds)
-            groups.append(_group(first, name, once, seen))
+            groups.append(_group(first, name, once, seen, counts))
     return groups
+
+
+def _is_by_head(x: Any, counts: Collection[int]) -> bool:
+    """Whether a tensor is added to scores: ``[1 or batch, heads, ...]``."""
+    return isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in counts and x.shape[1] > 1
 
 
 def _feeds(x: Tensor, producers: Mapping[Any, str], inputs: list[Tensor]) -> set[str]:
@@ -309,23 +339,26 @@ def _feeds(x: Tensor, producers: Mapping[Any, str], inputs: list[Tensor]) -> set
     return found
 
 
-def _group(first: tuple[str, ...], last: str, once: Mapping[str, Any], seen: Mapping[str, Any]) -> Group:
+def _group(
+    first: tuple[str, ...], last: str, once: Mapping[str, Any], seen: Mapping[str, Any], counts: Collection[int]
+) -> Group:
     owner = first[0].rpartition(".")[0]
     while not all(f"{name}.".startswith(f"{owner}." if owner else "") for name in first):
         owner = owner.rpartition(".")[0]
-    args, kwargs, _ = seen[owner][0] if len(seen.get(owner, [])) == 1 else ((), {}, None)
+    args, kwargs, out = seen[owner][0] if len(seen.get(owner, [])) == 1 else ((), {}, None)
     given = [once[name][0][0] for name in first]
     handed = {**dict(enumerate(args)), **kwargs}
     stand_ins = tuple(key for key, value in handed.items() if any(value is x for x in given))
-    return Group(first=first, last=last, owner=owner, stand_ins=stand_ins)
+    results = out if isinstance(out, tuple) else ()
+    by_head = ByHead(
+        arguments=tuple(key for key, value in handed.items() if _is_by_head(value, counts)),
+        results=tuple(index for index, value in enumerate(results) if _is_by_head(value, counts)),
+    )
+    return Group(first=first, last=last, owner=owner, stand_ins=stand_ins, by_head=by_head)
 
 
-def _linears(block: nn.Module) -> list[tuple[str, nn.Linear]]:
-    return [
-        (name, child)
-        for name, child in block.named_modules()
-        if isinstance(child, nn.Linear) and name and child._parameters.get("weight") is not None
-    ]
+def _linears(block: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, child) for name, child in block.named_modules() if name and is_linear(child)]
 
 
 def _changed(part: TensorParallelPlan, changes: Mapping[str, Mapping[str, Any]]) -> TensorParallelPlan:

@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel.collectives import share_bounds
-from lightning_hybrid.tensor_parallel.heads import check_heads
-from lightning_hybrid.tensor_parallel.styles import placement_of, transformers_styles
+from lightning_hybrid.tensor_parallel.heads import check_heads, shared_groups, shared_heads
+from lightning_hybrid.tensor_parallel.linears import features_of, is_linear
+from lightning_hybrid.tensor_parallel.styles import NOTHING_BY_HEAD, ByHead, placement_of, transformers_styles
 
 __all__ = [
     "SMALL",
@@ -43,10 +44,12 @@ SMALL = "small: computed alike on every rank"
 STYLES: Mapping[str, str] = {
     "colwise": "output features split; the output stays split",
     "colwise_gather_output": "output features split; the output is joined",
+    "colwise_shared": "whole; fewer heads than ranks: each rank computes the head that its query heads attend to",
     "rowwise": "input features split; the input comes split",
     "rowwise_split_input": "input features split; the input comes whole",
     "embedding_rowwise": "vocabulary split",
     "embedding_colwise": "embedding features split; the output is joined",
+    "embedding_by_head": "one feature for each head: split like the heads",
     "replicated_with_grad_allreduce": "whole, applied to split features: its gradient is summed",
     "attention": "nn.MultiheadAttention on this rank's heads; the output stays split until out_proj",
     "local_numbers": "a module whose numbers of heads and widths are this rank's",
@@ -68,6 +71,9 @@ _UNEVEN = {
     "rowwise_split_input": "in_features",
 }
 
+#: Styles that nobody can name: what they need is found out.
+_FOUND = ("attention", "local_numbers", "colwise_shared", "embedding_by_head")
+
 Source = Literal["user", "huggingface", "tied", "measured", "inferred", "none"]
 
 
@@ -88,11 +94,14 @@ class PlanEntry:
     parameters: tuple[str, ...] = ()
     """FQNs of the parameters that this entry decides on (not those of a module that have entries of their own)."""
     parts: tuple[int, ...] = ()
-    """Rows of each of several projections that one linear joins (query, key, value); each is split by itself."""
-    numbers: tuple[str, ...] = ()
-    """Attributes of the module that are divided by the degree, with style ``local_numbers``."""
+    """Rows of each of several projections that one linear joins (query, key, value); each is split by itself. With
+    style ``colwise_shared``: rows of each head."""
+    numbers: tuple[tuple[str, int], ...] = ()
+    """Attributes of the module and what they are on each rank, with style ``local_numbers``."""
     stand_ins: tuple[int | str, ...] = ()
     """Arguments of which the module's code sees the shape of this rank's share, with style ``local_numbers``."""
+    by_head: ByHead = NOTHING_BY_HEAD
+    """What the module's code gets or gives for each head, with style ``local_numbers``."""
 
     @property
     def style_name(self) -> str:
@@ -197,7 +206,7 @@ def build_tp_plan(
     names = _Names(module)
     chosen = _huggingface_entries(module, names) | _user_entries(user_plan or {}, names)
     entries = tuple(_unless_empty(module, entry, tensor_parallel_size) for entry in _complete(module, chosen))
-    entries = _keep_tied_together(module, entries)
+    entries = _share_heads(module, _keep_tied_together(module, entries), tensor_parallel_size)
     for entry in entries:
         _check_entry(module, entry, tensor_parallel_size)
     check_heads(module, {e.name: e.style_name for e in entries if not e.is_parameter}, tensor_parallel_size)
@@ -355,6 +364,25 @@ def _keep_tied_together(module: nn.Module, entries: tuple[PlanEntry, ...]) -> tu
     return tuple(changed.get(entry.name, entry) for entry in entries)
 
 
+def _share_heads(module: nn.Module, entries: tuple[PlanEntry, ...], size: int) -> tuple[PlanEntry, ...]:
+    """Where keys and values have fewer heads than ranks, several ranks use each head: see :func:`shared_heads`."""
+    owners: dict[str, dict[str, int]] = {}
+    for entry in entries:
+        if entry.style == "colwise" and not entry.is_parameter and is_linear(module.get_submodule(entry.name)):
+            owner, width = entry.name.rpartition(".")[0], features_of(module.get_submodule(entry.name))[0]
+            owners.setdefault(owner, {})[entry.name] = width
+    changed: dict[str, PlanEntry] = {}
+    for owner, linears in owners.items():
+        shared, known = shared_heads(module.get_submodule(owner), linears, size), {e.name: e for e in entries}
+        changed |= {name: replace(known[name], style="colwise_shared", parts=rows) for name, rows in shared.items()}
+        numbers = shared_groups(module.get_submodule(owner), size) if shared else ()
+        if numbers and owner not in known:
+            source = known[next(iter(shared))].source
+            changed[owner] = PlanEntry(name=owner, style="local_numbers", source=source, numbers=numbers)
+    found = [changed.pop(entry.name, entry) for entry in entries]
+    return (*found, *changed.values())
+
+
 def _is_split_by_rows(entry: PlanEntry) -> bool:
     return entry.style in ("colwise", "colwise_gather_output", "embedding_rowwise")
 
@@ -380,7 +408,7 @@ def _check_entry(module: nn.Module, entry: PlanEntry, size: int) -> None:
         return
     if entry.style not in STYLES:
         return _check_transformers_style(entry)
-    if entry.style in ("attention", "local_numbers"):
+    if entry.style in _FOUND and not (entry.parts or entry.numbers):
         raise ConfigurationError(
             f"tp_plan: {entry.name!r} is given {entry.style_name!r}, which is found by trying, for blocks that tp_plan"
             " does not name; leave the block out of tp_plan."
@@ -414,8 +442,9 @@ def _check_bare_parameter(entry: PlanEntry, parameter: nn.Parameter, size: int) 
 
 def _check_linear(entry: PlanEntry, child: nn.Module, size: int) -> None:
     weight = getattr(child, "weight", None)
-    features = (getattr(child, "out_features", 0), getattr(child, "in_features", 0))
-    if not isinstance(weight, nn.Parameter) or tuple(weight.shape) != features:
+    features = features_of(child)
+    is_fit = isinstance(weight, nn.Parameter) and tuple(weight.shape) in (features, features[::-1])
+    if not is_fit or 0 in features:
         raise ConfigurationError(
             f"tp_plan: {entry.style_name!r} splits linear layers (a weight of out_features x in_features), but"
             f' {entry.name!r} is a {type(child).__name__}; use "whole" for it.'

@@ -8,6 +8,7 @@ weights, so subclasses of ``nn.Linear`` and ``nn.Embedding`` work too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,9 +30,12 @@ from lightning_hybrid.tensor_parallel.collectives import (
     share_bounds,
     split_features,
 )
+from lightning_hybrid.tensor_parallel.linears import is_transposed, product
 from lightning_hybrid.tensor_parallel.sharded_logits import ShardedLogits
 
 __all__ = [
+    "NOTHING_BY_HEAD",
+    "ByHead",
     "SplitStyle",
     "is_split",
     "join_late",
@@ -45,15 +49,30 @@ __all__ = [
 Forward = Callable[..., Any]
 
 
-def placement_of(style: str, parameter_name: str, num_dims: int) -> Shard | None:
+@dataclass(frozen=True, kw_only=True)
+class ByHead:
+    """Tensors ``[1 or batch, heads, ...]`` that an attention gets or gives, such as a position bias."""
+
+    arguments: tuple[int | str, ...] = ()
+    """Positions or names."""
+    results: tuple[int, ...] = ()
+    """Positions in the tuple that it returns."""
+
+
+def placement_of(style: str, parameter_name: str, num_dims: int, *, transposed: bool = False) -> Shard | None:
     """Return along which dimension a style splits a parameter; None where every rank keeps all of it.
 
     A bare parameter (expert weights ``[experts, out, in]``, attention sinks ``[heads]``) is split like a weight.
+    ``transposed``: the weight is ``[in, out]``.
     """
     if style == "embedding_rowwise":
         return Shard(0)
-    if style == "embedding_colwise":
+    if style in ("embedding_colwise", "embedding_by_head"):
         return Shard(1)
+    if style == "colwise_shared":
+        return None
+    if transposed and num_dims == 2:
+        style = "rowwise" if style.startswith("colwise") else "colwise"
     if style == "attention":  # nn.MultiheadAttention's own parameters
         return Shard(0) if parameter_name.startswith("in_proj") else None
     if style.startswith("colwise"):
@@ -72,6 +91,9 @@ def transformers_styles() -> Mapping[str, Any]:
     return styles
 
 
+NOTHING_BY_HEAD = ByHead()
+
+
 @dataclass(frozen=True, kw_only=True)
 class SplitStyle:
     """One split module's style on its mesh; :meth:`run` is its forward."""
@@ -85,6 +107,8 @@ class SplitStyle:
     """Rows of each of the projections that the module's weight joins, if it joins several."""
     stand_ins: tuple[int | str, ...] = ()
     """For ``local_numbers``: arguments of which the module's code sees the share's shape."""
+    by_head: ByHead = NOTHING_BY_HEAD
+    """For ``local_numbers``: what is handed in or out for each head."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -93,6 +117,8 @@ class SplitStyle:
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module's own ``forward`` on this rank's share."""
+        if is_transposed(module):
+            forward = functools.partial(product, module)
         method = _RUN[self.style]
         return method(self, module, forward, *args, **kwargs)
 
@@ -113,6 +139,23 @@ class SplitStyle:
         width: int = module.out_features  # type: ignore[assignment]
         out = self._split_output(module, forward, x)
         return ShardedLogits(out, width, self.group) if self.joins_late else gather_features(out, width, self.group)
+
+    def colwise_shared(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
+        """Whole input, output of the one head (of ``parts``) that this rank's query heads attend to.
+
+        Every rank holds the whole weight, and several ranks use each head: gradients are summed over ranks.
+        """
+        rank, rows = self.mesh.get_local_rank(), self.parts[0]
+        start = rank * len(self.parts) // self.mesh.size() * rows
+        mine: dict[str, Tensor | None] = {}
+        for name, parameter in module._parameters.items():
+            dim = 1 if is_transposed(module) and name == "weight" else 0
+            mine[name] = None if parameter is None else enter_split(parameter, self.group).narrow(dim, start, rows)
+        x = getattr(x, "_hybrid_whole", x)
+        with _substituted(module, mine):
+            out: Tensor = forward(enter_split(x, self.group))
+        SHARES.open(rank, x.device)
+        return out
 
     def rowwise(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
         """Split input, whole output: partial products summed, then the bias."""
@@ -145,6 +188,12 @@ class SplitStyle:
         with _local_parameters(module):
             return gather_features(forward(ids), module.embedding_dim, self.group)
 
+    def embedding_by_head(self, module: nn.Embedding, forward: Forward, ids: Tensor) -> Tensor:
+        """Each rank looks up the features of its own heads, and only those."""
+        with _local_parameters(module):
+            out: Tensor = forward(ids)
+        return out
+
     def attention(self, module: nn.MultiheadAttention, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """This rank's heads, with torch's in_proj; out_proj is a row-wise linear of its own."""
         with _local_parameters(module):
@@ -152,9 +201,27 @@ class SplitStyle:
 
     def local_numbers(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Code that takes head sizes from its input's width sees this rank's width: see the note in :mod:`infer`."""
-        shown = tuple(self._stand_in(x) if i in self.stand_ins else x for i, x in enumerate(args))
-        named = {name: self._stand_in(x) if name in self.stand_ins else x for name, x in kwargs.items()}
-        return forward(*shown, **named)
+        cut: dict[int, Tensor] = {}
+        shown = tuple(self._shown(i, x, cut) for i, x in enumerate(args))
+        named = {name: self._shown(name, x, cut) for name, x in kwargs.items()}
+        results = forward(*shown, **named)
+        if not self.by_head.results or not isinstance(results, tuple):
+            return results
+        return tuple(self._joined(x, cut) if i in self.by_head.results else x for i, x in enumerate(results))
+
+    def _shown(self, key: int | str, x: Any, cut: dict[int, Tensor]) -> Any:
+        """What the module's code sees of an argument; what is cut to this rank's heads is remembered in ``cut``."""
+        if key in self.by_head.arguments and isinstance(x, Tensor):
+            share = split_features(x.movedim(1, -1), self.group).movedim(-1, 1)
+            cut[id(share)] = x
+            return share
+        return self._stand_in(x) if key in self.stand_ins else x
+
+    def _joined(self, x: Any, cut: Mapping[int, Tensor]) -> Any:
+        """A result of all heads: as it came in, or put together."""
+        if not isinstance(x, Tensor) or id(x) in cut:
+            return cut.get(id(x), x)
+        return gather_features(x.movedim(1, -1), x.shape[1] * self.mesh.size(), self.group).movedim(-1, 1)
 
     def _stand_in(self, x: Any) -> Any:
         """A tensor of the share's shape without values, by which column-wise linears know the whole one."""
@@ -179,10 +246,12 @@ _RUN: Mapping[str, Callable[..., Any]] = {
     for name in (
         "colwise",
         "colwise_gather_output",
+        "colwise_shared",
         "rowwise",
         "rowwise_split_input",
         "embedding_rowwise",
         "embedding_colwise",
+        "embedding_by_head",
         "attention",
         "local_numbers",
         "replicated_with_grad_allreduce",
@@ -250,7 +319,8 @@ def rows_of(module: nn.Module, name: str) -> JoinedRows | None:
     parameter: Any = module._parameters.get(name)
     if style is None or not style.parts or not isinstance(parameter, DTensor):
         return None
-    return JoinedRows(parts=style.parts, num_shares=style.mesh.size())
+    dim = 1 if is_transposed(module) and parameter.ndim == 2 else 0
+    return JoinedRows(parts=style.parts, num_shares=style.mesh.size(), dim=dim)
 
 
 def joined_rows(module: nn.Module) -> dict[str, JoinedRows]:

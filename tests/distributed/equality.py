@@ -68,7 +68,7 @@ def by_name(module: Any, tensors: dict[str, Any]) -> dict[str, Tensor]:
     """Whole tensors, with the rows in one process's order."""
     found, rows = {name: full(tensor) for name, tensor in tensors.items()}, joined_rows(module)
     for name in rows.keys() & found.keys():
-        found[name] = torch.empty_like(found[name]).index_copy_(0, rows[name].order, found[name])
+        found[name] = rows[name].sorted(found[name])
     return found
 
 

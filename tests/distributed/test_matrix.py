@@ -21,7 +21,7 @@ from lightning_hybrid.gradients import GradientLedger
 from lightning_hybrid.pipeline.schedule import SCHEDULES
 from lightning_hybrid.pipeline.step import PipelineRank
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace, worst_error
-from tests.distributed.zoo import LENGTH, VOCABULARY, ZOO, generator
+from tests.distributed.zoo import ZOO, even_rows
 from tests.ranks import run_ranks
 
 Run = dict[str, Any]
@@ -32,12 +32,6 @@ OWN = """\
 0F0,0F1,0F2,0F3,2F0,2B0,2F1,2I1,0B0,2F2,0I1,2W1,2B2,0W1,2F3,2B3,0B2,0B3
 """
 """A user's own table: three stages on two ranks, whole and split backwards side by side."""
-
-
-def even_rows(num_rows: int) -> list[dict[str, torch.Tensor]]:
-    """Rows without padding: data ranks average over as many tokens each."""
-    ids = torch.randint(3, VOCABULARY, (num_rows, LENGTH), generator=generator())
-    return [{"input_ids": row, "attention_mask": torch.ones(LENGTH, dtype=torch.long), "labels": row} for row in ids]
 
 
 def runs(

@@ -68,6 +68,8 @@ def test_plain_gpt_sharded_over_data(run_ranks: Ranks) -> None:
 HUGGINGFACE = [
     ("Llama", {"num_key_value_heads": 2}, 2),
     ("Llama", {"num_key_value_heads": 4}, 4),
+    ("Llama", {"num_key_value_heads": 2}, 4),
+    ("Qwen3", {"num_key_value_heads": 1, "head_dim": 8}, 4),
     ("Llama", {"num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 63}, 2),
     ("Qwen3", {"num_key_value_heads": 2, "head_dim": 8}, 2),
     ("Qwen3", {"num_key_value_heads": 4, "head_dim": 8}, 4),
@@ -81,7 +83,8 @@ HUGGINGFACE = [
 @pytest.mark.parametrize(("kind", "options", "tensor"), HUGGINGFACE)
 def test_huggingface_models_by_their_own_plans(run_ranks: Ranks, kind: str, options: Any, tensor: int) -> None:
     build = functools.partial(build_huggingface, kind, **options)
-    tolerance = 1e-6 if kind == "Mixtral" else TOLERANCE  # its router computes in fp32
+    by_rank = options.get("num_key_value_heads", tensor) < tensor
+    tolerance = 1e-6 if kind == "Mixtral" or (kind == "Qwen3" and by_rank) else TOLERANCE  # a router, norms are in fp32
     vocabulary = options.get("vocab_size", 64)
     check(run_ranks, build, None, tensor, num_steps=2, vocabulary=vocabulary, tolerance=tolerance)
 

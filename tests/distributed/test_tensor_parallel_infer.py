@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -375,14 +376,24 @@ class Adam(LitModel):
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        super().__init__(Model(("chunk", "grouped")).double())
+        model = Model(("chunk", "grouped"))
+        if importlib.util.find_spec("transformers"):  # query, key and value joined in a weight [in, out]
+            from transformers.pytorch_utils import Conv1D
+
+            attention: Any = model.blocks[0].attn
+            attention.c_attn = Conv1D(3 * WIDTH, WIDTH)
+        super().__init__(model.double())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 def fit(
-    rank: int, degrees: dict[str, Any], path: str, resume: str | None = None, sabotage: bool = False
+    rank: int,
+    degrees: dict[str, Any],
+    path: str,
+    resume: str | None = None,
+    sabotage: bool = False,
 ) -> dict[str, Tensor] | None:
     """One epoch (two with ``resume``); rank 0 returns what the checkpoint holds, weights and Adam's first moments."""
     if sabotage:

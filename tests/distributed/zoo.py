@@ -63,6 +63,12 @@ def text_rows(**more: Callable[[Tensor], Tensor]) -> list[dict[str, Tensor]]:
     return rows
 
 
+def even_rows(num_rows: int) -> list[dict[str, Tensor]]:
+    """Rows without padding: data ranks average over as many tokens each."""
+    ids = torch.randint(3, VOCABULARY, (num_rows, LENGTH), generator=generator())
+    return [{"input_ids": row, "attention_mask": torch.ones(LENGTH, dtype=torch.long), "labels": row} for row in ids]
+
+
 def labelled_rows(shape: tuple[int, ...], num_classes: int = 5) -> list[dict[str, Tensor]]:
     x = torch.randn(NUM_ROWS, *shape, generator=generator())
     y = torch.randint(0, num_classes, (NUM_ROWS,), generator=generator(2))

@@ -163,12 +163,24 @@ def test_huggingface_plan_with_prefixes_and_the_users_word_before_it() -> None:
 
 @needs_transformers
 def test_huggingface_heads_that_the_degree_does_not_divide() -> None:
-    message = refused(huggingface("Llama", num_key_value_heads=2), None, 4)
-    assert "tensor_parallel_size=4 does not divide num_key_value_heads=2 of 'model.model.layers.0.self_attn'" in message
-    assert "Use tensor_parallel_size=1, 2" in message
+    heads = {"num_attention_heads": 6, "hidden_size": 48, "num_key_value_heads": 3}
+    message = refused(huggingface("Llama", **heads), None, 2)
+    assert "tensor_parallel_size=2 does not divide num_key_value_heads=3 of 'model.model.layers.0.self_attn'" in message
+    assert "Use tensor_parallel_size=1" in message
     # 3 x 2 heads in one fused projection: features and their quotient divide, the heads do not.
     message = refused(huggingface("GPTNeoX", num_attention_heads=2, hidden_size=48, intermediate_size=48), None, 3)
     assert "tensor_parallel_size=3 does not divide num_attention_heads=2" in message
+
+
+@needs_transformers
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_fewer_key_heads_than_ranks_are_shared(kv_heads: int) -> None:
+    plan = build_tp_plan(huggingface("Llama", num_key_value_heads=kv_heads), None, 4)
+    entries = {entry.name.removeprefix("model.model.layers.0.self_attn"): entry for entry in plan.entries}
+    assert entries[".q_proj"].style == "colwise"
+    assert {entries[f".{name}_proj"].style for name in "kv"} == {"colwise_shared"}
+    assert entries[".k_proj"].parts == (8,) * kv_heads
+    assert entries[""].numbers == (("num_key_value_groups", 1),)
 
 
 @needs_transformers
