@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.checkpoint.consolidate import StateKeys
-from lightning_hybrid.errors import ConfigurationError, UnsupportedError
+from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.materialize import MetaWeights, check_same_meta, on_meta, to_meta
 from lightning_hybrid.mesh import data_mesh
+from lightning_hybrid.own_parallel import check_own, is_parallel, synchronise_own
 from lightning_hybrid.per_block import apply_per_block
 from lightning_hybrid.pipeline.blocks import Blocks, find_block_lists, list_blocks
 from lightning_hybrid.pipeline.partition import partition_blocks
@@ -130,10 +131,12 @@ def parallelize(
         UnsupportedError: if the module is already parallel and a degree asks for more, or if something on the meta
             device would get no values.
     """
-    if any(isinstance(p, DTensor) for p in module.parameters()):
-        _leave_to_user(layout)
+    if is_parallel(module):
+        check_own(module, layout, mesh, settings)
         _materialize_distributed_module(module, device)  # as ModelParallelStrategy does
         module.to(device)
+        if device.type != "meta":
+            synchronise_own(module, mesh)
         keys = StateKeys.of(module, lambda name: True)
         return Part(plan=build_tp_plan(nn.Module(), None, 1), cut=None, facts=None, stages=None, root=None, keys=keys)
     synchronise(module, device)
@@ -281,12 +284,3 @@ def _units(module: nn.Module, blocks: Blocks) -> list[str]:
     if blocks is None and not find_block_lists(module):
         return []
     return list_blocks(module, blocks)
-
-
-def _leave_to_user(layout: Layout) -> None:
-    if layout.pipeline_parallel_size > 1:
-        raise UnsupportedError(
-            "configure_model has already split or sharded parameters, which cannot be cut into"
-            f" {layout.pipeline_parallel_size} pipeline stages afterwards. Leave parallelism to the strategy, or use"
-            " pipeline_parallel_size=1."
-        )
