@@ -68,7 +68,7 @@ class GradientLedger:
             if gradient is None:
                 continue
             if not known_to_be_one:
-                gradient.mul_(factor)
+                gradient.mul_(factor.to(gradient.device))  # which may be offloaded
             if parameter.grad is None:
                 parameter.grad = gradient
             else:

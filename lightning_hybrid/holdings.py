@@ -26,17 +26,21 @@ def holdings(strategy: Any, part: Any, pipeline: Any, optimizers: list[Optimizer
     """Count what this rank will hold in training steps; without optimizers their state is unknown."""
     module = strategy.lightning_module
     parameters = list(module.parameters())
-    trained = [p for p in parameters if p.requires_grad]
     gathered, unreduced = (0, 0) if part.root is None else _of_units(part.root, is_pipelined=pipeline is not None)
     states = [state_bytes(optimizer) for optimizer in optimizers] or [None]
+    shares = sum(_local(p).nbytes for p in parameters)
+    gradients = sum(_local(p).nbytes for p in parameters if p.requires_grad)
+    optimizer = None if None in states else sum(state or 0 for state in states)
+    offloads = strategy.settings.cpu_offload  # then fully_shard holds all parameters
     return Memory(
-        parameters=sum(_local(tensor).nbytes for tensor in (*parameters, *module.buffers())),
-        gradients=sum(_local(p).nbytes for p in trained),
-        optimizer=None if None in states else sum(state or 0 for state in states),
+        parameters=(0 if offloads else shares) + sum(_local(buffer).nbytes for buffer in module.buffers()),
+        gradients=0 if offloads else gradients,
+        optimizer=0 if offloads and optimizer is not None else optimizer,
         gathered=gathered,
         unreduced=unreduced,
         activations=None if pipeline is None else _activations(strategy, part),
         messages=0 if pipeline is None else _messages(strategy, part),
+        host=shares + gradients + (optimizer or 0) if offloads else 0,
     )
 
 

@@ -31,11 +31,14 @@ class Memory:
     """
     messages: int
     """What is sent to other stages, as if none of it had left before the step ends."""
+    host: int = 0
+    """Shares, gradients and states that are offloaded: in the host's memory, so in no other entry and no sum."""
 
     @property
     def known(self) -> int:
         """The sum of what is known: what a step needs if all comes together."""
-        return sum(value for field in fields(self) if (value := getattr(self, field.name)) is not None)
+        values = [getattr(self, field.name) for field in fields(self) if field.name != "host"]
+        return sum(value for value in values if value is not None)
 
     @property
     def is_complete(self) -> bool:
@@ -67,8 +70,9 @@ def most_in_flight(
 
 def memory_lines(rows: Mapping[int, Memory], device: int | None) -> list[str]:
     """Return a table in MB, a row for each rank; ``device`` is the memory of one, in bytes."""
-    names = [field.name for field in fields(Memory)]
-    head = "memory of a training step, MB"
+    offloads = any(memory.host for memory in rows.values())
+    names = [field.name for field in fields(Memory) if offloads or field.name != "host"]
+    head = "memory of a training step, MB" + (" (what is on the host is not in the sum)" if offloads else "")
     whole = f" of {_mb(device)}" if device is not None else ""
     lines = [f"lightning_hybrid: {head}", "  rank" + "".join(f"  {name:>11}" for name in (*names, "sum"))]
     for rank, memory in rows.items():

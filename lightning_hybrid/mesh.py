@@ -38,10 +38,13 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     return mesh[axis].get_group()
 
 
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the mesh that ``fully_shard`` works on: 1-D, 2-D with replicas (HSDP), ``None`` for one data rank."""
+def data_mesh(mesh: DeviceMesh, *, of_one: bool = False) -> DeviceMesh | None:
+    """Return the mesh that ``fully_shard`` works on: 1-D, or 2-D with replicas (HSDP).
+
+    For one data rank that is ``None``, or with ``of_one`` a mesh of that rank.
+    """
     replicas, shards = mesh["data_parallel_replicate"].size(), mesh["data_parallel_shard"].size()
-    if replicas * shards == 1:
+    if replicas * shards == 1 and not of_one:
         return None
     return mesh["data_parallel_shard"] if replicas == 1 else mesh["data_parallel_replicate", "data_parallel_shard"]
 

@@ -24,6 +24,7 @@ _LEFT_ALONE = {
     "tp_plan": None,
     "loss_parallel": False,
     "reshard_after_forward": None,
+    "cpu_offload": False,
     "activation_checkpointing": "none",
     "compile": False,
 }

@@ -21,7 +21,7 @@ from lightning_hybrid.checkpoint.consolidate import StateKeys
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.materialize import MetaWeights, check_same_meta, on_meta, to_meta
-from lightning_hybrid.mesh import data_mesh
+from lightning_hybrid.mesh import axis_group, data_mesh
 from lightning_hybrid.own_parallel import check_own, is_parallel, synchronise_own
 from lightning_hybrid.per_block import apply_per_block
 from lightning_hybrid.pipeline.blocks import Blocks, find_block_lists, list_blocks
@@ -166,7 +166,8 @@ def parallelize(
     )
     if settings.loss_parallel and layout.tensor_parallel_size > 1:
         join_late(module)
-    module.to(device)
+    if not settings.cpu_offload:
+        module.to(device)
     units = [
         module.get_submodule(n) for n in (stages.blocks if stages is not None else _units(module, settings.blocks))
     ]
@@ -174,10 +175,19 @@ def parallelize(
     for unit in held if layout.tensor_parallel_size > 1 else ():
         unit.register_forward_hook(lambda *_: SHARES.close())  # where no row-wise layer did
     apply_per_block(held, **settings.per_block)
-    if (shard_mesh := data_mesh(mesh)) is not None:
+    if (shard_mesh := data_mesh(mesh, of_one=settings.cpu_offload)) is not None:
         reshard = settings.reshard_after_forward
         reshard = layout.pipeline_parallel_size == 1 if reshard is None else reshard
-        root = apply_sharding(module, units, shard_mesh, reshard=reshard)
+        root = apply_sharding(
+            module,
+            units,
+            shard_mesh,
+            group=axis_group(mesh, "data_parallel"),
+            device=device,
+            reshard=reshard,
+            cpu_offload=settings.cpu_offload,
+            is_pipelined=cut is not None,
+        )
     return Part(plan=plan, cut=cut, facts=facts, stages=stages, root=root, keys=keys)
 
 
@@ -269,14 +279,20 @@ def _stages_of_namesake(
     return used[max(near, key=num_common)] if near else (0,)
 
 
-def sync_tied_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of parameters that are tied over the stages of ``group``, so that their copies stay equal."""
+def sync_tied_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Sum the gradients of parameters that are tied over the stages of ``group``, so that their copies stay equal.
+
+    ``device`` is one that the group can send from, also when gradients are offloaded.
+    """
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad
         local: Tensor = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        dist.all_reduce(local, group=group)
+        carrier = local.to(device)
+        dist.all_reduce(carrier, group=group)
+        if carrier is not local:
+            local.copy_(carrier)
 
 
 def _units(module: nn.Module, blocks: Blocks) -> list[str]:

@@ -34,6 +34,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         'a dict from patterns of module names to styles, such as {"layers.*.q_proj": "colwise"}',
     ),
     "reshard_after_forward": (lambda value: value is None or isinstance(value, bool), "True, False or None"),
+    "cpu_offload": (lambda value: isinstance(value, bool), "True or False"),
     "archive": (
         lambda value: value is None or isinstance(value, (str, os.PathLike)),
         "a folder, an fsspec URL, or None",
@@ -64,6 +65,7 @@ class Settings:
     tp_plan: Mapping[str, Any] | None
     loss_parallel: bool
     reshard_after_forward: bool | None
+    cpu_offload: bool
     activation_checkpointing: ActivationCheckpointing
     compile: bool | Mapping[str, Any]
     archive: str | os.PathLike[str] | None

@@ -298,7 +298,8 @@ class PipelineSetup:
 
     def _sync_tied(self) -> None:
         for ranks, parameters in self._tied.items():
-            sync_tied_gradients([p for p in parameters if p.requires_grad], self._tied_groups[ranks])
+            trained = [p for p in parameters if p.requires_grad]
+            sync_tied_gradients(trained, self._tied_groups[ranks], self._strategy.root_device)
 
 
 def _skip_next_setup(loop: Any) -> None:

@@ -12,20 +12,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torchmetrics import Metric
 
 from lightning_hybrid.errors import UnsupportedError
+from lightning_hybrid.lockstep import Lockstep
 
 __all__ = [
     "ShardedRoot",
     "apply_sharding",
     "call_inside",
+    "move_all_but_shards",
     "reduce_gradients",
     "reshard",
     "set_gradient_sync",
     "shards_explained",
+    "to_device",
 ]
 
 
@@ -41,7 +47,17 @@ class ShardedRoot(nn.Module):
         return function()
 
 
-def apply_sharding(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, *, reshard: bool) -> ShardedRoot:
+def apply_sharding(
+    module: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    reshard: bool,
+    cpu_offload: bool = False,
+    is_pipelined: bool = False,
+) -> ShardedRoot:
     """Shard ``module`` over ``mesh``, each block a unit of its own and the rest one unit. Returns the root.
 
     Args:
@@ -50,14 +66,60 @@ def apply_sharding(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceM
         mesh: 1-D to shard, or 2-D ``(replicate, shard)``.
         reshard: Whether a block's gathered parameters are freed after its forward (ZeRO-3) or kept until after its
             backward (ZeRO-2; with a pipeline, where each micro-batch would gather them again).
+        group: All of the data axis.
+        device: Where units are computed.
+        cpu_offload: Whether shards, their gradients and optimizer states stay on the CPU; copied as units are gathered.
+        is_pipelined: Whether :func:`reduce_gradients` reduces, once a step.
     """
     tied, policy = _shared_parameters(module), _reduction(module)
-    for block in blocks:
-        if any(True for _ in block.parameters()) and not any(id(p) in tied for p in block.parameters()):
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    units = [b for b in blocks if any(True for _ in b.parameters()) and tied.isdisjoint(map(id, b.parameters()))]
+    for unit in units:
+        if cpu_offload:
+            unit.to(device)  # one by one: they may not fit all at once
+        fully_shard(unit, reshard_after_forward=reshard, **options)
+    if cpu_offload:
+        move_all_but_shards(module, device)
     root = ShardedRoot(module)
-    fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    fully_shard(root, reshard_after_forward=False, **options)
+    if group.size() > 1 and not (is_pipelined and reshard):  # with both, each micro-batch gathers units anew
+        Lockstep(root, units, group, is_pipelined=is_pipelined)
     return root
+
+
+def move_all_but_shards(module: nn.Module, device: torch.device) -> None:
+    """Move buffers, and parameters that ``fully_shard`` does not hold, and say that the module is on that device.
+
+    Offloaded shards stay on the CPU.
+    """
+    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    held = {id(p.sharded_param) for unit in units for p in _sharded(unit)}
+    for part in module.modules():
+        if isinstance(part, Metric):
+            part.to(device)
+        elif not any(id(p) in held for p in part.parameters(recurse=False)):
+            part._apply(lambda tensor: tensor.to(device), recurse=False)
+        else:
+            part._buffers.update({name: b if b is None else b.to(device) for name, b in part._buffers.items()})
+        if isinstance(part, _DeviceDtypeModuleMixin):
+            part._device = device  # what a step reads as self.device
+
+
+def _sharded(unit: nn.Module) -> Iterator[Any]:
+    for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
+        yield from group.fsdp_params
+
+
+def to_device(module: nn.Module, root: ShardedRoot | None, device: torch.device, *, cpu_offload: bool) -> None:
+    """Move a module that may be sharded, where it is not yet there."""
+    if cpu_offload:
+        move_all_but_shards(module, device)
+        return
+    if root is not None:  # sharded parameters move by their own rules
+        root.to(device)
+    if any(t.device != device for t in (*module.parameters(), *module.buffers())):
+        module.to(device)
 
 
 def _reduction(module: nn.Module) -> MixedPrecisionPolicy:

@@ -42,7 +42,7 @@ from lightning_hybrid.randomness import StepRandomness, derive_seed, same_random
 from lightning_hybrid.run_choice import RunChoice
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.setup_pipeline import PipelineSetup
-from lightning_hybrid.sharding import ShardedRoot, call_inside, reshard, set_gradient_sync, shards_explained
+from lightning_hybrid.sharding import ShardedRoot, call_inside, reshard, set_gradient_sync, shards_explained, to_device
 from lightning_hybrid.tensor_parallel.sharded_logits import joined
 
 __all__ = ["Hybrid3DStrategy"]
@@ -82,6 +82,7 @@ class Hybrid3DStrategy(EvaluationHooks):
             else reads them joins them, on all tensor ranks: not under ``if self.global_rank == 0``.
         reshard_after_forward: Whether a block's gathered parameters are freed after its forward; by default without
             a pipeline only.
+        cpu_offload: Whether shards of parameters, gradients and optimizer states stay in the host's memory.
         activation_checkpointing: What blocks keep for the backward: ``"none"`` (everything), ``"full"`` (only their
             arguments), ``"selective"`` (results of matrix products and attention too), or a list of operations to keep.
         compile: Whether blocks are compiled one by one; or the arguments of ``torch.compile``.
@@ -109,6 +110,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         tp_plan: Mapping[str, Any] | None = None,
         loss_parallel: bool = False,
         reshard_after_forward: bool | None = None,
+        cpu_offload: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
         compile: bool | Mapping[str, Any] = False,
         archive: str | os.PathLike[str] | None = "archive",
@@ -135,6 +137,7 @@ class Hybrid3DStrategy(EvaluationHooks):
             tp_plan=tp_plan,
             loss_parallel=loss_parallel,
             reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
             activation_checkpointing=activation_checkpointing,
             compile=compile,
             archive=archive,
@@ -379,12 +382,8 @@ class Hybrid3DStrategy(EvaluationHooks):
 
     @override
     def model_to_device(self) -> None:
-        if self._root is not None:  # sharded parameters move by their own rules
-            self._root.to(self.root_device)
         assert self.lightning_module is not None
-        module = self.lightning_module
-        if any(t.device != self.root_device for t in (*module.parameters(), *module.buffers())):
-            module.to(self.root_device)
+        to_device(self.lightning_module, self._root, self.root_device, cpu_offload=self.settings.cpu_offload)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

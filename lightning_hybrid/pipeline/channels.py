@@ -23,7 +23,7 @@ _MOST = 32
 
 def has_tags(group: dist.ProcessGroup) -> bool:
     """Whether messages between two ranks of a group are told apart by tags."""
-    return bool(dist.get_backend(group) != "nccl")
+    return "nccl" not in dist.get_backend_config(group)  # it may name one for each kind of device
 
 
 class Channels:

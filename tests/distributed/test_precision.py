@@ -193,7 +193,8 @@ GRADIENTS = (torch.randn(2, 4, 8, generator=generator()) + 1).bfloat16()
 def reduce_gradients_of(rank: int, reduce_dtype: torch.dtype | None) -> Tensor:
     sharding._reduction = lambda module: MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     module = nn.Linear(8, 1, bias=False).bfloat16()
-    root = sharding.apply_sharding(module, [], init_device_mesh("cpu", (2,)), reshard=False)
+    mesh, device = init_device_mesh("cpu", (2,)), torch.device("cpu")
+    root = sharding.apply_sharding(module, [], mesh, group=mesh.get_group(), device=device, reshard=False)
     for index, gradient in enumerate(GRADIENTS[rank]):
         sharding.set_gradient_sync(root, index == 3)
         sharding.call_inside(root, lambda gradient=gradient: module(gradient)).sum().backward()

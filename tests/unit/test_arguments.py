@@ -28,6 +28,7 @@ from lightning_hybrid.pipeline.blocks import list_blocks
         ({"start_method": "thread"}, r"start_method='thread' must be .*spawn"),
         ({"whole_batch_loss": "yes"}, r"whole_batch_loss='yes' must be True or False"),
         ({"reshard_after_forward": "no"}, r"reshard_after_forward='no' must be"),
+        ({"cpu_offload": None}, r"cpu_offload=None must be True or False"),
         ({"whole_batch_loss": True, "schedule": "1F1B"}, r"whole_batch_loss=True needs all forwards.*GPipe"),
     ],
 )

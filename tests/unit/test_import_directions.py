@@ -11,7 +11,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PURE = ("errors", "layout", "memory", "metrics", "planner", "archive")
 PURE += tuple(f"pipeline.{name}" for name in ("partition", "schedule", "timeline"))
-LEVELS = {"errors": 0, "layout": 1, "mesh": 2, "tensor_parallel": 3, "sharding": 3, "activation_checkpoint": 3}
+LEVELS = {
+    "errors": 0,
+    "layout": 1,
+    "mesh": 2,
+    "tensor_parallel": 3,
+    "lockstep": 3,
+    "sharding": 3,
+    "activation_checkpoint": 3,
+}
 LEVELS |= {"parallelize": 4, "strategy": 5, "callbacks": 6}
 
 
