@@ -199,6 +199,8 @@ def _plan_split(
     if layout.tensor_parallel_size == 1:
         return plan
     names, axis = _units(module, settings.blocks), mesh["tensor_parallel"]
+    if layout.pipeline_parallel_size == 1 and not any(any(module.get_submodule(n).children()) for n in names):
+        names = []  # single layers, in an nn.Sequential: what belongs together lies in several of them
     tried = names or [name for name, child in module.named_children() if any(True for _ in child.parameters())]
     calls, is_compiled = first_step.record(tried), settings.compile is not False
     plan = check_plan(module, axis, plan, calls if names else {}, is_compiled=is_compiled)

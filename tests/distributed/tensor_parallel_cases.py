@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from lightning_hybrid.tensor_parallel import check
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.plan import build_tp_plan
 
@@ -54,6 +57,26 @@ def randomised(model: nn.Module) -> nn.Module:
         noise = 0.2 * torch.randn(parameter.shape, generator=generator)
         parameter.data.copy_(noise + (1.0 if parameter.ndim == 1 else 0.0))
     return model.double()
+
+
+class Share(L.Callback):
+    """Which part of the blocks' parameters is split (without a plan embeddings and heads are not); the plan."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        plan = trainer.strategy._part.plan
+        keep = ("replicated_with_grad_allreduce", "local_numbers", "colwise_shared", "whole")
+        inside = [entry for entry in plan.entries if any(part.isdigit() for part in entry.name.split("."))]
+        split = sum(plan.num_parameters[entry.name] for entry in inside if entry.style not in keep)
+        self.share = split / max(sum(plan.num_parameters[entry.name] for entry in inside), 1)
+        self.text = str(plan)
+
+
+def unchecked() -> None:
+    """The first way that runs is taken for right."""
+    right = check.check_block
+    check.check_block = lambda *call: dataclasses.replace(
+        right(*call), output=0.0, inputs=0.0, gradients={}, partial=frozenset()
+    )
 
 
 class Holder(nn.Module):

@@ -24,7 +24,7 @@ from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.plan import PlanEntry, TensorParallelPlan
 from tests.distributed.equality import ONE_PROCESS, QUIET, Trace, assert_equal, must_differ, trace
 from tests.distributed.tensor_parallel_cases import full, randomised, relative, start
-from tests.distributed.zoo import ZOO, Lit
+from tests.distributed.zoo import Lit
 from tests.ranks import run_ranks
 
 VOCABULARY, WIDTH, LENGTH = 17, 16, 6
@@ -264,19 +264,6 @@ def test_vocabularies_that_do_not_divide(sizes: tuple[int, ...], num_ranks: int)
         assert_equal(right, [run[index][0] for run in found])
         assert found[0][index][0].after["model.embedding.weight"].shape == (models[index]["vocabulary"], WIDTH)
         assert "blocks.0.attn.c_attn" in found[0][index][1].split
-
-
-@pytest.mark.parametrize("name", ["transformer_encoder", "vit", "bert", "t5"])
-def test_models_that_bring_no_plan(name: str) -> None:
-    """torch's encoder layers with a padding mask; and Hugging Face's models for which it has no plan."""
-    expected = run_ranks(1, train_zoo, name, ONE_PROCESS)[0]
-    assert_equal(expected, run_ranks(2, train_zoo, name, {"tensor_parallel_size": 2}))
-
-
-def train_zoo(rank: int, name: str, degrees: dict[str, Any]) -> Trace:
-    if name in ("bert", "t5"):
-        pytest.importorskip("transformers")
-    return trace(rank, ZOO[name].make, ZOO[name].rows(), degrees)
 
 
 # ---- nn.MultiheadAttention ------------------------------------------------------------------------------------------

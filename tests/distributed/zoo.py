@@ -115,7 +115,7 @@ class Encoder(nn.Module):
     def __init__(self, num_blocks: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, num_blocks, enable_nested_tensor=False)
         self.head = nn.Linear(16, VOCABULARY)
 
@@ -188,7 +188,7 @@ class ViT(nn.Module):
         self.patch = nn.Conv2d(3, 16, 4, stride=4)
         self.cls_token = nn.Parameter(torch.randn(1, 1, 16) * 0.02)
         self.positions = nn.Parameter(torch.randn(1, 5, 16) * 0.02)
-        layers = (nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(num_blocks))
+        layers = (nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True) for _ in range(num_blocks))
         self.layers = nn.ModuleList(layers)
         self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 5)
 
@@ -347,7 +347,7 @@ ZOO: dict[str, Entry] = {
             "ViTConfig",
             hidden_size=16,
             num_hidden_layers=4,
-            num_attention_heads=2,
+            num_attention_heads=4,
             intermediate_size=32,
             image_size=8,
             patch_size=4,
@@ -361,11 +361,11 @@ ZOO: dict[str, Entry] = {
             "T5Config",
             vocab_size=VOCABULARY,
             d_model=16,
-            d_kv=8,
+            d_kv=4,
             d_ff=32,
             num_layers=2,
             num_decoder_layers=2,
-            num_heads=2,
+            num_heads=4,
             dropout_rate=0.0,
             use_cache=False,
             pad_token_id=0,
