@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_hybrid.archive import choose_degrees, detect_hardware, fingerprint_module
+from lightning_hybrid.archive import Entry, choose_degrees, detect_hardware, fingerprint_module
 from lightning_hybrid.errors import ArchiveError, ConfigurationError, UnsupportedError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.per_block import check_split_backward
@@ -54,7 +54,7 @@ def choose_from_archive(
     *,
     num_nodes: int,
     broadcast: Callable[[Any], Any],
-    accept: Callable[[Layout], bool],
+    accept: Callable[[Layout, Entry], bool],
 ) -> ArchiveChoice | None:
     """Return what global rank 0 finds in the archive, the same on all ranks; ``None`` if nothing fits. A collective.
 
@@ -86,14 +86,34 @@ def archived_schedule(settings: Mapping[str, Any]) -> tuple[ScheduleSpec, int]:
     return spec, settings["options"].get("stages_per_rank", spec.stages_per_rank)
 
 
-def can_run(layout: Layout, module: Any, settings: Settings, spec: ScheduleSpec) -> bool:
-    """Whether the module's heads and blocks allow these degrees."""
+def can_run(layout: Layout, entry: Entry, module: Any, choice: RunChoice) -> bool:
+    """Whether the module allows an entry's degrees, as far as that is known before anything is tried."""
     try:
-        build_tp_plan(module, settings.tp_plan, layout.tensor_parallel_size)
-        num_stages = spec.num_stages(layout.pipeline_parallel_size, spec.stages_per_rank)
-        return layout.pipeline_parallel_size == 1 or len(list_blocks(module, settings.blocks)) >= num_stages
+        return _can_be_split(layout, entry, module, choice.settings) and _can_be_cut(layout, entry, module, choice)
     except ConfigurationError:
         return False
+
+
+def _can_be_split(layout: Layout, entry: Entry, module: Any, settings: Settings) -> bool:
+    """What no plan splits is split by trying: known to work where the entry had no plan of its user's either."""
+    plan = build_tp_plan(module, settings.tp_plan, layout.tensor_parallel_size)
+    if layout.tensor_parallel_size == 1:
+        return True
+    if settings.loss_parallel and "colwise_gather_output" not in plan.styles.values():
+        return False
+    return bool(plan.split) or entry.settings.tp_plan is None
+
+
+def _can_be_cut(layout: Layout, entry: Entry, module: Any, choice: RunChoice) -> bool:
+    if layout.pipeline_parallel_size == 1:
+        return True
+    spec, per_rank = choice.spec, choice.stages_per_rank
+    if choice.chooses_schedule:
+        spec, per_rank = archived_schedule(vars(entry.settings))
+    num_blocks = len(list_blocks(module, choice.settings.blocks))
+    return bool(module.automatic_optimization) and num_blocks >= spec.num_stages(
+        layout.pipeline_parallel_size, per_rank
+    )
 
 
 def check_counts(counts: Mapping[str, Any]) -> None:

@@ -66,7 +66,10 @@ def memory_table(strategy: Any) -> str:
     own = strategy.describe()["memory"]
     rows = strategy.all_gather_object(own) if strategy.layout.world_size > 1 else [own]
     found = {rank: Memory(**row) for rank, row in enumerate(rows)}
-    return "\n".join(memory_lines(found, device_memory(strategy.root_device)))
+    lines = memory_lines(found, device_memory(strategy.root_device))
+    if strategy.layout.tensor_parallel_size > 1:
+        lines.append("  activations count whole blocks and logits, of which tensor ranks keep shares: at most so many")
+    return "\n".join(lines)
 
 
 def _stage(stages: Any, stage: int) -> dict[str, Any]:

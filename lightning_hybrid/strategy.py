@@ -285,7 +285,7 @@ class Hybrid3DStrategy(EvaluationHooks):
                 num_devices,
                 num_nodes=self.num_nodes,
                 broadcast=self.broadcast,
-                accept=lambda layout: can_run(layout, self.lightning_module, self.settings, self.choice.spec),
+                accept=lambda layout, entry: can_run(layout, entry, self.lightning_module, self.choice),
             )
             if entry is not None:
                 self.choice.take_entry(entry)

@@ -56,7 +56,7 @@ def choose_degrees(
     hardware: Hardware,
     num_devices: int,
     *,
-    accept: Callable[[Layout], bool] = lambda degrees: True,
+    accept: Callable[[Layout, Entry], bool] = lambda degrees, entry: True,
 ) -> Match | None:
     """Return the archive entry that a run of this model on these devices should start from, or None.
 

@@ -33,7 +33,7 @@ def best_entry(
     hardware: Hardware,
     num_devices: int,
     *,
-    accept: Callable[[Layout], bool] = lambda degrees: True,
+    accept: Callable[[Layout, Entry], bool] = lambda degrees, entry: True,
 ) -> Match | None:
     """Return the nearest entry that is known to work, or None.
 
@@ -51,7 +51,7 @@ def best_entry(
         fingerprint: of the model about to run.
         hardware: of this run; its ``num_devices`` is not looked at.
         num_devices: devices to use.
-        accept: a last word on degrees, such as the strategy's own check of divisibility.
+        accept: a last word on degrees and the entry they are from, such as the strategy's own check of divisibility.
     """
     entries = list(entries)
     failed = failed_degrees(entries, fingerprint, hardware)
@@ -63,7 +63,7 @@ def best_entry(
         degrees = rescale(entry.degrees, num_devices) if _similar(entry.model, fingerprint) else None
         if degrees is None or degrees in failed or degrees.pipeline_parallel_size > max_stages:
             continue
-        if accept(degrees):
+        if accept(degrees, entry):
             candidates.append((entry, degrees))
     if not candidates:
         return None

@@ -120,7 +120,7 @@ def test_models_whose_parameters_do_not_exist_yet_match_nothing() -> None:
 
 def test_accept_has_the_last_word() -> None:
     entries = [make_entry("a", (2, 2, 2), rate=99), make_entry("b", (4, 1, 2))]
-    match = best_entry(entries, GPT, H200, 8, accept=lambda degrees: degrees.tensor_parallel_size == 1)
+    match = best_entry(entries, GPT, H200, 8, accept=lambda degrees, _: degrees.tensor_parallel_size == 1)
     assert match is not None
     assert match.entry.id == "b"
 
