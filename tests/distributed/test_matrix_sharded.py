@@ -136,7 +136,7 @@ def bias_added_on_every_rank() -> None:
 
 
 def replicas_not_averaged() -> None:
-    lightning_hybrid.parallelize.data_mesh = lambda mesh: mesh["data_parallel_shard"]
+    lightning_hybrid.parallelize.data_mesh = lambda mesh, **options: mesh["data_parallel_shard"]
 
 
 @pytest.mark.parametrize(
