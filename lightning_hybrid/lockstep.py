@@ -33,7 +33,15 @@ __all__ = ["Lockstep"]
 class Lockstep:
     """Keeps the units of one sharded root in step over the data axis; see the note above. Changes them in place."""
 
-    def __init__(self, root: nn.Module, units: Iterable[nn.Module], group: dist.ProcessGroup, *, is_pipelined: bool):
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Iterable[nn.Module],
+        group: dist.ProcessGroup,
+        *,
+        is_pipelined: bool,
+        reshard: bool,
+    ):
         """Hook into ``root`` and its ``units``, all of them sharded.
 
         Args:
@@ -41,10 +49,13 @@ class Lockstep:
             units: In an order that is the same on all ranks of ``group``.
             group: The data axis, replicas included.
             is_pipelined: Whether all backwards of a step only accumulate, and gradients are reduced by the caller.
+            reshard: Whether units are freed after their forward. With a pipeline, each forward then is of one stage,
+                all of whose units must be called.
         """
         self._group, self._is_pipelined = group, is_pipelined
         self._states = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
-        self._orders = {grad: list(range(len(self._states))) for grad in (True, False)} if is_pipelined else {}
+        numbers = [] if reshard else [*range(len(self._states))]
+        self._orders = {True: numbers, False: numbers} if is_pipelined else {}
         self._order: list[int] | None = None
         self._seen: list[int] = []
         self._is_inside, self._next = False, 0

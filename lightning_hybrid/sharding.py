@@ -83,8 +83,8 @@ def apply_sharding(
         move_all_but_shards(module, device)
     root = ShardedRoot(module)
     fully_shard(root, reshard_after_forward=False, **options)
-    if group.size() > 1 and not (is_pipelined and reshard):  # with both, each micro-batch gathers units anew
-        Lockstep(root, units, group, is_pipelined=is_pipelined)
+    if group.size() > 1:
+        Lockstep(root, units, group, is_pipelined=is_pipelined, reshard=reshard)
     return root
 
 

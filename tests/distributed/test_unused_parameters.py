@@ -148,11 +148,9 @@ def test_ranks_that_use_other_parameters_equal_one_process(
 
 
 def run_pipelined(rank: int) -> list[Trace]:
-    more = {"schedule": "Interleaved1F1B"}
-    return [
-        trace(rank, LitExperts, ROWS, {**PIPELINED, "schedule": "1F1B"}),
-        trace(rank, FourBlocks, ROWS, {**PIPELINED, **more}),
-    ]
+    freed = {**PIPELINED, "schedule": "1F1B", "reshard_after_forward": True}
+    kept = {**PIPELINED, "schedule": "Interleaved1F1B"}
+    return [trace(rank, LitExperts, ROWS, freed), trace(rank, FourBlocks, ROWS, kept)]
 
 
 class FourBlocks(LitExperts):
