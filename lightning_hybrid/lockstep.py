@@ -27,6 +27,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
+from lightning_hybrid.errors import UnsupportedError
+
 __all__ = ["Lockstep"]
 
 
@@ -53,9 +55,11 @@ class Lockstep:
                 all of whose units must be called.
         """
         self._group, self._is_pipelined = group, is_pipelined
+        self._lengths: dict[int, int] = {}
         self._states = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
         numbers = [] if reshard else [*range(len(self._states))]
         self._orders = {True: numbers, False: numbers} if is_pipelined else {}
+        self._refuses = is_pipelined and reshard
         self._order: list[int] | None = None
         self._seen: list[int] = []
         self._is_inside, self._next = False, 0
@@ -102,6 +106,17 @@ class Lockstep:
             for i in self._order[self._next :]:
                 self._call_emptily(i)
         self._is_inside = False
+        if self._refuses and self._seen:
+            self._refuse_other_ways(len(self._seen))
+
+    def _refuse_other_ways(self, number: int) -> None:
+        """A stage's forward must call as many units as its first one did."""
+        if (known := self._lengths.setdefault(self._seen[0], number)) != number:
+            raise UnsupportedError(
+                f"A pipeline stage called {number} blocks for one micro-batch and {known} for another, but with"
+                " reshard_after_forward=True all data ranks gather a block's weights at its call. Leave"
+                " reshard_after_forward out, or have every step call all blocks."
+            )
 
     def _before_forward(self, i: int, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
         if self._is_inside and torch._C._current_graph_task_id() == -1:  # not a recomputation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from lightning_hybrid.auto_schedule import choose_schedule
 from lightning_hybrid.clock import Clock
 from lightning_hybrid.data import check_same_batch, first_batch_size, peek_first_batch, uses_default_collate
 from lightning_hybrid.errors import ConfigurationError, HybridError, PipelineError, UnsupportedError
-from lightning_hybrid.mesh import pipeline_subgroup
+from lightning_hybrid.mesh import axis_group, pipeline_subgroup
 from lightning_hybrid.microbatches import BatchSplitter, batch_size_of
 from lightning_hybrid.parallelize import Part, sync_tied_gradients
 from lightning_hybrid.pipeline.channels import Channels, has_tags
@@ -67,10 +68,33 @@ class PipelineSetup:
         self.num_microbatches = self._choose_num_microbatches(batch if name == "training_step" else None)
         cuts = name == "training_step" and not self._strategy.settings.whole_batch_loss
         part = self._splitter.split(batch, self.num_microbatches)[0][0] if cuts else batch
-        facts = self._facts[name, outline_of(part)] = self._probe(name, part, rest)
+        facts = self._facts[name, outline_of(part)] = self._agree(self._probe(name, part, rest))
         if name == "training_step" and strategy.choice.chooses_schedule:
             self._choose_schedule(facts, lambda: run_on(self._module.training_step, part, *rest))
         return facts
+
+    def _agree(self, facts: StepFacts) -> StepFacts:
+        """Have all data ranks, whose first batches differ, cut alike. A collective over the data axis.
+
+        Raises:
+            PipelineError: on every rank, if they call different blocks.
+        """
+        group = axis_group(self._strategy.device_mesh, "data_parallel")
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, (facts.blocks, facts.uses, facts.flops, facts.flops_outside), group=group)
+        if None in found:  # nobody is there
+            return facts
+        blocks, _, flops, outside = found[0]
+        for rank, (others, *_) in enumerate(found):
+            if others != blocks:
+                different = sorted(set(blocks) ^ set(others)) or others
+                raise PipelineError(
+                    f"Data ranks 0 and {rank} call different blocks in their first batches ({', '.join(different)}),"
+                    " but a pipeline has one chain of blocks. Have every step call all of them, or use"
+                    " pipeline_parallel_size=1."
+                )
+        uses = tuple(frozenset().union(*segment) for segment in zip(*(uses for _, uses, _, _ in found), strict=True))
+        return replace(facts, uses=uses, flops=flops, flops_outside=outside)
 
     def choose_stages(self) -> tuple[list[int], int]:
         """Return for each stage the schedule rank that runs it, and this rank's place in the schedule."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_hybrid.errors import PipelineError, UnsupportedError
 from lightning_hybrid.lockstep import Lockstep, merged_orders
 from tests.distributed.equality import Trace, assert_equal, must_differ, trace
 from tests.distributed.zoo import Lit, generator
@@ -147,16 +148,32 @@ def test_ranks_that_use_other_parameters_equal_one_process(
             assert value == pytest.approx(truth, rel=1e-5)
 
 
-def run_pipelined(rank: int) -> list[Trace]:
-    freed = {**PIPELINED, "schedule": "1F1B", "reshard_after_forward": True}
-    kept = {**PIPELINED, "schedule": "Interleaved1F1B"}
-    return [trace(rank, LitExperts, ROWS, freed), trace(rank, FourBlocks, ROWS, kept)]
-
-
 class FourBlocks(LitExperts):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Experts() for _ in range(4))
+
+
+class LitShortcut(LitExperts):
+    """The second of six blocks is called if the batch has rows of way 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(6))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x, ways = self.embedding(batch), batch[:, 0]
+        for number, block in enumerate(self.blocks):
+            x = block(x, ways) if number != 1 or (ways == 1).any() else x
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+
+
+FREED = {**PIPELINED, "schedule": "1F1B", "reshard_after_forward": True}
+
+
+def run_pipelined(rank: int) -> list[Trace]:
+    kept = {**PIPELINED, "schedule": "Interleaved1F1B"}
+    return [trace(rank, LitExperts, ROWS, FREED), trace(rank, FourBlocks, ROWS, kept)]
 
 
 def run_one(rank: int) -> list[Trace]:
@@ -166,6 +183,18 @@ def run_one(rank: int) -> list[Trace]:
 def test_stages_that_use_other_parameters_equal_one_process() -> None:
     for right, *traces in zip(*run_ranks(1, run_one), *run_ranks(4, run_pipelined), strict=True):
         assert_equal(right, traces)
+
+
+def test_data_ranks_that_call_other_blocks_at_first_are_refused_with_a_pipeline() -> None:
+    words = r"Data ranks 0 and 1 call different blocks in their first batches \(blocks.1\).*pipeline_parallel_size=1"
+    with pytest.raises(PipelineError, match=words):
+        run_ranks(4, trace, LitShortcut, ROWS, FREED, timeout=60)
+
+
+def test_blocks_left_out_later_are_refused_where_each_call_gathers() -> None:
+    rows = torch.cat([ROWS[1:8:2]] * 2 + [ROWS])  # all of the first batch take way 1
+    with pytest.raises(UnsupportedError, match=r"A pipeline stage called . blocks .* Leave reshard_after_forward out"):
+        run_ranks(4, trace, LitShortcut, rows, FREED, timeout=60)
 
 
 def unused_stay_zeros() -> None:
