@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lightning_hybrid.parallelize
 from lightning_hybrid import Hybrid3DStrategy, materialize
 from lightning_hybrid.errors import UnsupportedError
 from tests.distributed.equality import QUIET, Trace, assert_equal, merged, must_differ, trace
@@ -179,6 +180,68 @@ def test_wrong_variant_a_seed_of_each_rank_is_seen() -> None:
     with must_differ():
         before = {name: tensor for trace_ in found for name, tensor in trace_.before.items()}
         assert all(torch.equal(before[name], tensor) for name, tensor in expected.before.items())
+
+
+# ---- built for real -------------------------------------------------------------------------------------------------
+
+
+class Irregular(Model):
+    """A tensor that is no buffer, and a parameter whose module cannot initialise itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.linspace(-1, 1, 16)
+        self.offset = nn.ParameterList([nn.Parameter(torch.full((16,), 0.1))])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + (self.table * self.offset[0]).sum()
+
+
+class LitReal(LitMeta):
+    """Built in ``__init__``."""
+
+    def __init__(self) -> None:
+        super().__init__(Irregular, "cpu")
+        self.model = self.make()
+
+
+def train_real(rank: int, degrees: dict[str, Any], sabotage: Any = None) -> list[Trace]:
+    """Built in ``__init__`` and in ``configure_model``, after another seed on each rank but the first."""
+    torch.full((1 << 20,), float("nan"))
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in text_rows()]
+
+    def unlike(make: Callable[[], Any]) -> Any:
+        torch.manual_seed(123 + rank)
+        return make()
+
+    kinds = (LitReal, lambda: LitMeta(Irregular, "cpu"))
+    return [trace(rank, lambda make=make: unlike(make), rows, degrees, sabotage=sabotage) for make in kinds]
+
+
+def check_real(expected: list[Trace], found: list[list[Trace]]) -> None:
+    for right, traces in zip(expected, zip(*found, strict=True), strict=True):
+        before = merged(list(traces)).before
+        assert all(torch.equal(before[name], tensor) for name, tensor in right.before.items())
+        assert_equal(right, list(traces))
+        for one in traces:
+            assert {name: one.metrics[name] for name in right.metrics} == right.metrics
+
+
+def test_what_is_built_for_real_has_the_weights_of_the_first_rank() -> None:
+    expected = run_ranks(1, train_real, {})[0]
+    assert expected[0].metrics["rotary.scale"] == 3.0
+    for degrees in [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]:
+        number = degrees[0] * degrees[1] * degrees[2]
+        check_real(expected, run_ranks(number, train_real, degrees_of(*degrees, TP_PLAN), timeout=120))
+    with must_differ():
+        check_real(expected, run_ranks(2, train_real, degrees_of(1, 2, 1, TP_PLAN), not_synchronised))
+
+
+def not_synchronised() -> None:
+    lightning_hybrid.parallelize.synchronise = lambda module, device: None
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
 
 
 class NoReset(Model):

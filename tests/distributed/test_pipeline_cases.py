@@ -166,8 +166,22 @@ class Reused(TiedHead):
         self.blocks[2] = self.blocks[0]  # layer reuse
 
 
-def test_tie_3_shared_blocks_under_sharding() -> None:
-    compare(rows_of([LENGTH] * 16), {"data_parallel_size": 2}, make=lambda: LitNano(Reused()))
+class TiedLate(LitNano):
+    """Its weights are tied in ``configure_model``."""
+
+    def __init__(self) -> None:
+        super().__init__(TiedHead())
+        self.model.head.weight = nn.Parameter(self.model.wte.weight.detach().clone())
+
+    def configure_model(self) -> None:
+        self.model.head.weight = self.model.wte.weight
+
+
+@pytest.mark.parametrize("make", [lambda: LitNano(Reused()), TiedLate], ids=["reused", "tied late"])
+def test_tie_3_shared_weights_under_sharding(make: Callable[[], Any]) -> None:
+    """Names are compared too: there still is one parameter."""
+    kept = {"data_parallel_size": 2, "reshard_after_forward": False}
+    compare(rows_of([LENGTH] * 24), {"data_parallel_size": 2}, kept, make=make)
 
 
 # ---- structures ------------------------------------------------------------------------------------------------------

@@ -201,7 +201,10 @@ ATTENTION |= {f"blocks.0.attn{name}" for name in ("", ".q", ".k", ".v", ".c_proj
 @pytest.mark.parametrize("degrees", [{}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}], ids=str)
 def test_every_layout_over_two_ranks(degrees: dict[str, int]) -> None:
     num_ranks = 4 if degrees else 2
-    notes = compare([{}], {"tensor_parallel_size": 2, **degrees}, num_ranks)[0]
+    odd = [{"layouts": ("chunk",), "hidden": 33}, {"layouts": ("separate", "chunk"), "num_heads": 3, "width": 18}]
+    notes, *of_odd = compare([{}, *([] if degrees else odd)], {"tensor_parallel_size": 2, **degrees}, num_ranks)
+    assert not {name for name in of_odd[0].split if ".mlp." in name} if of_odd else True
+    assert not {name for name in of_odd[1].split if ".attn" in name} if of_odd else True
     # 'heads first' and 'grouped' need no more than what is divided by itself
     assert ATTENTION - notes.split <= {"blocks.5.attn"}
     assert {f"blocks.{i}.mlp.{name}" for i in range(6) for name in ("gate_up", "down")} <= notes.split
@@ -235,10 +238,12 @@ def sums_in_place() -> None:
 
 
 def test_four_ranks_and_sizes_that_do_not_divide() -> None:
-    odd = {"layouts": ("chunk", "grouped"), "hidden": 33}
+    odd = {"layouts": ("chunk", "grouped", "three first", "heads first"), "hidden": 33}
     three_heads = {"layouts": ("separate", "chunk"), "num_heads": 3, "width": 18}
-    notes = compare([odd, three_heads], {"tensor_parallel_size": 4}, 4)
-    assert {name for name in notes[0].split if ".attn." in name} == {"blocks.0.attn.c_attn", "blocks.0.attn.c_proj"}
+    notes = compare([odd, three_heads, {"layouts": ("separate",)}], {"tensor_parallel_size": 4}, 4)
+    split = {f"blocks.{i}.attn.{name}" for i in (0, 2, 3) for name in ("c_attn", "c_proj")}
+    assert {name for name in notes[0].split if ".attn." in name} == split
+    assert {"blocks.0.mlp.gate_up", "blocks.0.attn.q"} <= notes[2].split
     assert (
         notes[0].whole["blocks.0.mlp.gate_up"]
         == "tensor_parallel_size=4 does not divide out_features of mlp.gate_up, 66"
@@ -262,6 +267,7 @@ def test_vocabularies_that_do_not_divide(sizes: tuple[int, ...], num_ranks: int)
     found = run_ranks(num_ranks, train, [(model, degrees) for model in models], None, rows, timeout=200)
     for index, (right, _) in enumerate(expected):
         assert_equal(right, [run[index][0] for run in found])
+        assert found[0][index][0].losses[0] == pytest.approx(right.losses[0], rel=1e-6)
         assert found[0][index][0].after["model.embedding.weight"].shape == (models[index]["vocabulary"], WIDTH)
         assert "blocks.0.attn.c_attn" in found[0][index][1].split
 
@@ -411,12 +417,18 @@ def worst(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 
 def test_checkpoints_have_the_rows_of_one_process(tmp_path: Path) -> None:
-    """Saved after an epoch at 2 ranks, resumed by one process and at 2 x 2; and from one process at 2 ranks."""
-    one, two, four = ({}, {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "data_parallel_size": 2})
+    """Saved after an epoch at 2 ranks, resumed by one process and at 2 x 2; and from one process at 2 ranks.
+
+    Embedding and head are split over a vocabulary of 17.
+    """
+    one: dict[str, Any] = {}
+    two = {"tensor_parallel_size": 2, "tp_plan": VOCABULARIES}
+    four = {**two, "data_parallel_size": 2}
     files = {name: str(tmp_path / name) for name in ("one", "two", "wrong", "end")}
     right = run_ranks(1, fit, one, files["one"])[0]
     assert worst(run_ranks(2, fit, two, files["two"])[0], right) < 1e-7
     assert worst(run_ranks(2, fit, two, files["wrong"], None, True)[0], right) > 1e-2
+    assert worst(run_ranks(4, fit, {**two, "tensor_parallel_size": 4}, files["end"])[0], right) < 1e-7
     end = run_ranks(1, fit, one, files["end"], files["one"])[0]
     assert worst(run_ranks(1, fit, one, files["end"], files["two"])[0], end) < 1e-7
     assert worst(run_ranks(4, fit, four, files["end"], files["two"])[0], end) < 1e-7
