@@ -12,6 +12,9 @@ is right depends on the code between them, so each group is tried: whole and spl
 3. with code that takes head sizes from its input's width (``C // n_head``) shown an input of this rank's width. That
    *stand-in* has a shape and no values; the column-wise linears know the whole input by it (:mod:`styles`). So the
    module runs as an attention of width ``C / ranks`` with ``n_head / ranks`` heads.
+
+Keys and values with fewer heads than ranks are ``colwise_shared`` in all ways. What an attention gets or gives for each
+head (a position bias ``[1, heads, L, L]``) is cut to this rank's heads and joined again, with the tables it comes from.
 """
 
 from __future__ import annotations
@@ -45,7 +48,10 @@ from lightning_hybrid.tensor_parallel.styles import NOTHING_BY_HEAD, ByHead
 
 __all__ = ["Group", "find_groups", "infer_plan"]
 
-_ALONE = "no other linear of its block takes exactly its output, or gives exactly its input"
+_ALONE = (
+    "no other linear of its block takes exactly its output, or gives exactly its input;"
+    ' "colwise_gather_output" in tp_plan splits it alone'
+)
 _LOCAL = "what can be split: attention in a module of its own, or heads sized by view(..., -1, head_dim)"
 
 
@@ -107,13 +113,13 @@ def infer_plan(
         blocks: FQNs of all blocks.
         is_compiled: whether blocks will be compiled.
     """
-    shared = _shared(module)
+    tied = _tied(module)
     for name, call in calls.items() if mesh.size() > 1 else ():
         part, block = plan.within(name), module.get_submodule(name)
         if any(entry.source in ("user", "huggingface", "tied") for entry in part.entries):
             continue
         trial = _Trial(block=block, mesh=mesh, call=call, is_compiled=is_compiled)
-        part = _infer_block(trial, part, {n[len(name) + 1 :] for n in shared if n.startswith(f"{name}.")})
+        part = _infer_block(trial, part, {n[len(name) + 1 :] for n in tied if n.startswith(f"{name}.")})
         kind = kind_of(block)
         for other in blocks:
             if kind_of(module.get_submodule(other)) == kind:
@@ -121,7 +127,7 @@ def infer_plan(
     return plan
 
 
-def _shared(module: nn.Module) -> set[str]:
+def _tied(module: nn.Module) -> set[str]:
     """Modules with a parameter that another module has too."""
     owners: dict[int, set[str]] = {}
     for name, child in module.named_modules():
@@ -186,38 +192,49 @@ def _try_group(group: Group, trial: _Trial, part: TensorParallelPlan) -> TensorP
     """Try the ways of the note above, simplest first; the first that is right is taken."""
     names = [*group.first, group.last]
     block, size, reasons = trial.block, trial.size, list[str]()
-    owner = block.get_submodule(group.owner)
-    shared = shared_heads(owner, {name: features_of(block.get_submodule(name))[0] for name in group.first}, size)
+    shared = _shared(block, group, size)
     if reason := _does_not_divide(block, group, size, shared):
         return _noted(part, names, reason)
-    odd = next(((n, c) for n, c in head_counts(owner).items() if c % size and not (shared and size % c == 0)), None)
-    for parts in _parts(block, group):
-        if any(rows % size for of_linear in parts.values() for rows in of_linear):
-            continue
-        for numbers, stand_ins in _numbers(block, group, size, bool(shared)):
-            changes: dict[str, dict[str, Any]] = {
-                name: {"style": "colwise", "parts": parts.get(name, ())} for name in group.first
-            }
-            changes |= {name: {"style": "colwise_shared", "parts": heads} for name, heads in shared.items()}
-            changes[group.last] = {"style": "rowwise"}
-            if numbers or stand_ins or group.by_head != NOTHING_BY_HEAD:
-                changes[group.owner] = {
-                    "style": "local_numbers",
-                    "numbers": numbers,
-                    "stand_ins": stand_ins,
-                    "by_head": group.by_head,
-                }
-            if group.by_head.results:
-                changes |= {name: {"style": "embedding_by_head"} for name in _embeddings_by_head(group.owner, owner)}
-            found, reason = trial.run(_changed(part, changes))
-            if not reason:
-                return found
-            reasons.append(reason)
-    if odd:
+    for changes in _ways(block, group, size, shared):
+        found, reason = trial.run(_changed(part, changes))
+        if not reason:
+            return found
+        reasons.append(reason)
+    counts = head_counts(block.get_submodule(group.owner)).items()
+    if odd := next(((n, c) for n, c in counts if c % size and not (shared and size % c == 0)), None):
         return _noted(part, names, cuts_a_head(*odd, size))
     furthest = min(reasons, key=lambda reason: (reason.startswith("fails"), reason.startswith("differs")))
     remedy = f"; {_LOCAL}" if furthest.startswith(("fails", "differs")) else ""
     return _noted(part, names, furthest + remedy)
+
+
+def _shared(block: nn.Module, group: Group, size: int) -> dict[str, tuple[int, ...]]:
+    """Keys and values with fewer heads than ranks, with the rows of each head."""
+    widths_of = {name: features_of(block.get_submodule(name))[0] for name in group.first}
+    return shared_heads(block.get_submodule(group.owner), widths_of, size)
+
+
+def _ways(
+    block: nn.Module, group: Group, size: int, shared: Mapping[str, tuple[int, ...]]
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """What may be changed in the plan, by name: the ways of the note above in their order."""
+    tables = _embeddings_by_head(group.owner, block.get_submodule(group.owner))
+    for parts in _parts(block, group):
+        if any(rows % size for of_linear in parts.values() for rows in of_linear):
+            continue
+        for numbers, stand_ins in _numbers(block, group, size, bool(shared)):
+            for by_head in dict.fromkeys((group.by_head, NOTHING_BY_HEAD)):
+                local = {"numbers": numbers, "stand_ins": stand_ins, "by_head": by_head}
+                changes: dict[str, dict[str, Any]] = {
+                    name: {"style": "colwise", "parts": parts.get(name, ())} for name in group.first
+                }
+                changes |= {name: {"style": "colwise_shared", "parts": rows} for name, rows in shared.items()}
+                changes[group.last] = {"style": "rowwise"}
+                if numbers or stand_ins or by_head != NOTHING_BY_HEAD:
+                    changes[group.owner] = {"style": "local_numbers", **local}
+                if by_head.results:
+                    changes |= {name: {"style": "embedding_by_head"} for name in tables}
+                yield changes
 
 
 def _embeddings_by_head(name: str, owner: nn.Module) -> list[str]:

@@ -323,7 +323,7 @@ def _why_whole(child: nn.Module) -> str:
         return SMALL
     if (style := _tied_style(child)) is not None:
         return f'named by no plan; "{style}" in tp_plan splits it'
-    return "named by no plan"
+    return "named by no plan" if is_linear(child) else "named by no plan; without one only linear layers are split"
 
 
 def _unless_empty(module: nn.Module, entry: PlanEntry, size: int) -> PlanEntry:

@@ -30,7 +30,7 @@ from lightning_hybrid.tensor_parallel.collectives import (
     share_bounds,
     split_features,
 )
-from lightning_hybrid.tensor_parallel.linears import is_transposed, product
+from lightning_hybrid.tensor_parallel.linears import features_of, is_transposed, product
 from lightning_hybrid.tensor_parallel.sharded_logits import ShardedLogits
 
 __all__ = [
@@ -136,7 +136,7 @@ class SplitStyle:
 
     def colwise_gather_output(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
         """Whole input, output joined to the layer's full width."""
-        width: int = module.out_features  # type: ignore[assignment]
+        width = features_of(module)[0]
         out = self._split_output(module, forward, x)
         return ShardedLogits(out, width, self.group) if self.joins_late else gather_features(out, width, self.group)
 
@@ -201,7 +201,7 @@ class SplitStyle:
 
     def local_numbers(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Code that takes head sizes from its input's width sees this rank's width: see the note in :mod:`infer`."""
-        cut: dict[int, Tensor] = {}
+        cut: dict[int, Tensor] = {}  # by the id of a share, which lives until the end of this call
         shown = tuple(self._shown(i, x, cut) for i, x in enumerate(args))
         named = {name: self._shown(name, x, cut) for name, x in kwargs.items()}
         results = forward(*shown, **named)
