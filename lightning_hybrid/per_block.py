@@ -7,6 +7,7 @@ recomputes (so hooks, ``fully_shard``'s too, run once), and compilation is torch
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
+from lightning_hybrid.snapshots import as_it_is, is_cache
 
 __all__ = [
     "ActivationCheckpointing",
@@ -105,6 +107,27 @@ def _contexts(activation_checkpointing: ActivationCheckpointing) -> Callable[[],
     return functools.partial(create_selective_checkpoint_contexts, kept)
 
 
+def _with_caches_as_before(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """``forward``, which when repeated sees caches of keys and values as they were: it has extended them since."""
+    if not any(is_cache(x) for x in (*args, *kwargs.values())):
+        return forward
+    before = (
+        [as_it_is(x) if is_cache(x) else x for x in args],
+        {n: as_it_is(x) for n, x in kwargs.items() if is_cache(x)},
+    )
+    calls = itertools.count()
+
+    def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if next(calls):
+            args = tuple(as_it_is(old) if is_cache(old) else x for x, old in zip(args, before[0], strict=True))
+            kwargs |= {name: as_it_is(old) for name, old in before[1].items()}
+        return forward(block, *args, **kwargs)
+
+    return run
+
+
 def _recompute(block: nn.Module, contexts: Callable[[], Any] | None) -> None:
     """Give one instance a class whose ``forward`` is checkpointed, as ``fully_shard`` gives it one."""
     base: Any = type(block)
@@ -113,7 +136,8 @@ def _recompute(block: nn.Module, contexts: Callable[[], Any] | None) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return base.forward(self, *args, **kwargs)
-        return checkpoint(base.forward, self, *args, use_reentrant=False, **options, **kwargs)
+        run = _with_caches_as_before(base.forward, args, kwargs)
+        return checkpoint(run, self, *args, use_reentrant=False, **options, **kwargs)
 
     namespace = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     block.__class__ = type(base.__name__, (base,), namespace)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.snapshots import as_it_is
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.draws import wrong_draws
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, layers_joined
@@ -179,7 +180,7 @@ def record_calls(module: nn.Module, blocks: Sequence[str], step: Callable[[], An
     handed: dict[nn.Module, Call] = {}
 
     def remember(block: nn.Module, args: Any, kwargs: Any) -> None:
-        handed[block] = tree_map(_untouched, (args, kwargs))
+        handed[block] = tree_map(as_it_is, (args, kwargs))
 
     def record(names: list[str], block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         calls[next(name for name in names if module.get_submodule(name) is block)] = handed[block]
@@ -207,16 +208,6 @@ def record_calls(module: nn.Module, blocks: Sequence[str], step: Callable[[], An
         for buffer, before in buffers:
             buffer.copy_(before)
     return calls
-
-
-def _untouched(x: Any) -> Any:
-    """A copy of an object that a block may change (a cache of keys and values), where it can be copied."""
-    if isinstance(x, (Tensor, nn.Module)):
-        return x
-    try:
-        return copy.deepcopy(x)
-    except Exception:  # it holds what autograd computed, or a lock
-        return x
 
 
 def kind_of(block: nn.Module) -> Any:
@@ -329,7 +320,7 @@ def random_call(call: Any, dtype: torch.dtype) -> Any:
 
     def prepare(x: Any) -> Any:
         if not isinstance(x, Tensor):
-            return _untouched(x)
+            return as_it_is(x)
         if not x.is_floating_point():
             return x
         if not x.requires_grad:

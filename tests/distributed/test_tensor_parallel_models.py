@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_hybrid import per_block
 from lightning_hybrid.tensor_parallel import styles
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.distributed.tensor_parallel_cases import Share, unchecked
@@ -188,3 +189,27 @@ def test_a_wrong_split_is_noticed(sabotage: Callable[[], None], name: str) -> No
     found = run_ranks(2, train, [name], {"tensor_parallel_size": 2}, sabotage, timeout=100)
     with must_differ():
         assert_equal(expected, [run[0][0] for run in found])
+
+
+# ---- caches of keys and values --------------------------------------------------------------------------------------
+
+
+def recomputed(rank: int, degrees: dict[str, Any], sabotage: Callable[[], None] | None = None) -> list[Trace]:
+    """GPT-2 hands a cache to its blocks, which extend it: a repeated call must not find it extended."""
+    ways = ({"activation_checkpointing": way} for way in ("full", "selective"))
+    todo = [{**degrees, **way} for way in ways] if degrees else [degrees]
+    return [trace(rank, gpt2(**EAGER), even_rows(16), one, sabotage=sabotage) for one in todo]
+
+
+def caches_as_they_are() -> None:
+    per_block.is_cache = lambda x: False
+
+
+def test_recomputation_sees_a_cache_as_it_was() -> None:
+    pytest.importorskip("transformers")
+    expected = run_ranks(1, recomputed, ONE_PROCESS)[0][0]
+    for degrees in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "schedule": "1F1B"}):
+        for run in zip(*run_ranks(2, recomputed, degrees), strict=True):
+            assert_equal(expected, list(run))
+    with pytest.raises(RuntimeError, match="24"):
+        run_ranks(2, recomputed, {"tensor_parallel_size": 2}, caches_as_they_are)
