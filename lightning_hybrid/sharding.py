@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchmetrics import Metric
 
 from lightning_hybrid.errors import UnsupportedError
+from lightning_hybrid.gloo import exchange_directly
 from lightning_hybrid.lockstep import Lockstep
 
 __all__ = [
@@ -83,6 +84,9 @@ def apply_sharding(
         move_all_but_shards(module, device)
     root = ShardedRoot(module)
     fully_shard(root, reshard_after_forward=False, **options)
+    if dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo":
+        for unit in (*units, root):
+            exchange_directly(unit)
     if group.size() > 1:
         Lockstep(root, units, group, is_pipelined=is_pipelined, reshard=reshard)
     return root
