@@ -24,7 +24,7 @@ from lightning_hybrid.pipeline.schedule import Action, ScheduleSpec
 from lightning_hybrid.pipeline.step import PipelineRank, StepInputs
 from lightning_hybrid.sharding import ShardedRoot, reduce_gradients, set_gradient_sync
 from lightning_hybrid.structure import outline_of, run_on
-from lightning_hybrid.tensor_parallel.sharded_logits import joined
+from lightning_hybrid.tensor_parallel.joined_late import joined
 
 __all__ = ["PipelinedStep"]
 

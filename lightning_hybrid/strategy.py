@@ -43,7 +43,7 @@ from lightning_hybrid.run_choice import RunChoice
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.setup_pipeline import PipelineSetup
 from lightning_hybrid.sharding import ShardedRoot, call_inside, reshard, set_gradient_sync, shards_explained, to_device
-from lightning_hybrid.tensor_parallel.sharded_logits import joined
+from lightning_hybrid.tensor_parallel.joined_late import joined
 
 __all__ = ["Hybrid3DStrategy"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hybrid.randomness import SHARES
-from lightning_hybrid.tensor_parallel.collectives import enter_split, gather_features, leave_partial
+from lightning_hybrid.tensor_parallel.collectives import enter_split, join_shares, leave_partial
 
 __all__ = ["attend", "cuts_a_head", "why_not_split"]
 
@@ -110,4 +110,4 @@ def _all_heads(module: nn.MultiheadAttention, group: dist.ProcessGroup, found: T
     if average:
         mean: Tensor = leave_partial(found.sum(dim=1), group) / module.num_heads
         return mean
-    return gather_features(found.movedim(1, -1), module.num_heads, group).movedim(-1, 1)
+    return join_shares(found.movedim(1, -1), module.num_heads, group).movedim(-1, 1)

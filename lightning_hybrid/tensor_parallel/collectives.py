@@ -1,4 +1,4 @@
-"""The four exchanges of tensor parallelism, each with the exchange that its gradient needs.
+"""The exchanges of tensor parallelism, each with the exchange that its gradient needs.
 
 Between modules every tensor-parallel rank holds the same full tensor and, on the way back, the same full gradient.
 Inside, a rank holds its share of the features (the last dimension). These functions cross that border:
@@ -8,11 +8,14 @@ function                  forward                  backward                 stan
 ========================  =======================  =======================  ==========================================
 :func:`enter_split`       hand on                  sum over ranks           a column-wise linear's input
 :func:`leave_partial`     sum over ranks           hand on                  a row-wise linear's output
-:func:`gather_features`   join the ranks' shares   keep the own share       a column-wise output that is needed whole
-:func:`split_features`    keep the own share       join the ranks' shares   a row-wise linear's input that comes whole
+:func:`join_shares`       join the ranks' shares   keep the own share       a column-wise output that is needed whole
+:func:`keep_share`        keep the own share       join the ranks' shares   a row-wise linear's input that comes whole
+:func:`gather_tokens`     join the ranks' shares   sum, keep the own share  what is split, with sequence parallelism
+:func:`scatter_partial`   sum, keep the own share  join the ranks' shares   a row-wise linear, with sequence parallelism
 ========================  =======================  =======================  ==========================================
 
-(Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3: ``f`` and ``g``.)
+(Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3: ``f`` and ``g``; Korthikanti et al., arXiv:2205.05198,
+section 4.2.2: the last two.)
 """
 
 from __future__ import annotations
@@ -24,7 +27,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["JoinedRows", "enter_split", "gather_features", "leave_partial", "share_bounds", "split_features"]
+from lightning_hybrid.gloo import reduce_scatter
+
+__all__ = [
+    "JoinedRows",
+    "enter_split",
+    "gather_tokens",
+    "join_shares",
+    "keep_share",
+    "leave_partial",
+    "scatter_partial",
+    "share_bounds",
+]
 
 
 def share_bounds(size: int, num_shares: int, index: int) -> tuple[int, int]:
@@ -67,8 +81,8 @@ def enter_split(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Several projections of one tensor (query, key, value; gate, up) share one sum: what is handed on is remembered on
     the tensor itself, so it lives exactly as long.
     """
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return x
+    if not (torch.is_grad_enabled() and x.requires_grad) or hasattr(x, "_hybrid_gathered"):
+        return x  # the gradient of what gather_tokens joined is summed there
     if x.is_leaf or torch.compiler.is_compiling():  # remembered on a leaf, it would hold the leaf in a cycle
         return _EnterSplit.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
     key = (x._version, id(group))  # changed in place since then: not the same values
@@ -85,31 +99,57 @@ def leave_partial(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _LeavePartial.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def gather_features(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    """Join the ranks' shares of the last dimension into its full ``size`` (shares may differ, see share_bounds)."""
-    return _GatherFeatures.apply(x, size, group)  # type: ignore[no-any-return, no-untyped-call]
+def join_shares(x: Tensor, size: int, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
+    """Join the ranks' shares of a dimension into its full ``size`` (shares may differ, see share_bounds)."""
+    return _JoinShares.apply(x, size, dim, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def split_features(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Keep this rank's share of the last dimension of a full tensor."""
-    return _SplitFeatures.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+def keep_share(x: Tensor, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
+    """Keep this rank's share of a dimension of a full tensor."""
+    return _KeepShare.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _gather(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    num_shares = dist.get_world_size(group)
-    step = share_bounds(size, num_shares, 0)[1]
-    if x.shape[-1] < step:  # collectives want equal shares; the padding ends up behind the last feature
-        x = torch.nn.functional.pad(x, (0, step - x.shape[-1]))
+def gather_tokens(x: Tensor, size: int, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Join the ranks' shares of a dimension for modules that are split; their partial gradients are summed."""
+    return _GatherTokens.apply(x, size, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scatter_partial(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Sum the ranks' partial results and keep this rank's share of a dimension."""
+    return _ScatterPartial.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _join(x: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+    num_shares, dim = dist.get_world_size(group), dim % x.dim()
+    x = _padded(x, dim, share_bounds(size, num_shares, 0)[1])  # behind the last row, where it is cut off again
     shares = x.new_empty((num_shares * x.shape[0], *x.shape[1:]))  # gloo insists on this shape
     dist.all_gather_single(shares, x.contiguous(), group=group)
-    joined = shares.view(num_shares, *x.shape).movedim(0, -2).flatten(-2)
+    joined = shares.view(num_shares, *x.shape).movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
     # Not a view: users may change outputs (logits) in place, which autograd refuses for a function's view.
-    return joined[..., :size].clone(memory_format=torch.contiguous_format) if joined.shape[-1] > size else joined
+    return joined.clone(memory_format=torch.contiguous_format) if joined._base is not None else joined
 
 
-def _keep(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    start, end = share_bounds(x.shape[-1], dist.get_world_size(group), dist.get_rank(group))
-    return x[..., start:end].contiguous()
+def _sum_and_keep(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    num_shares, dim, size = dist.get_world_size(group), dim % x.dim(), x.shape[dim]
+    step = share_bounds(size, num_shares, 0)[1]
+    shares = _padded(x, dim, num_shares * step).unflatten(dim, (num_shares, step)).movedim(dim, 0).contiguous()
+    own = torch.empty_like(shares[0])
+    reduce_scatter(own, shares, group)
+    start, end = share_bounds(size, num_shares, dist.get_rank(group))
+    return own if end - start == step else own.narrow(dim, 0, end - start).clone()
+
+
+def _keep(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    start, end = share_bounds(x.shape[dim], dist.get_world_size(group), dist.get_rank(group))
+    return x.narrow(dim, start, end - start).clone(memory_format=torch.contiguous_format)
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """Collectives want equal shares."""
+    missing = size - x.shape[dim]
+    if not missing:
+        return x
+    return torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim)
 
 
 class _EnterSplit(torch.autograd.Function):
@@ -139,23 +179,45 @@ class _LeavePartial(torch.autograd.Function):
         return grad, None
 
 
-class _GatherFeatures(torch.autograd.Function):
+class _JoinShares(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, size, group)
+    def forward(ctx: Any, x: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _join(x, size, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _keep(grad, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _keep(grad, ctx.dim, ctx.group), None, None, None
 
 
-class _SplitFeatures(torch.autograd.Function):
+class _KeepShare(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.size = group, x.shape[-1]
-        return _keep(x, group)
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group, ctx.size = dim, group, x.shape[dim]
+        return _keep(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.size, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _join(grad, ctx.size, ctx.dim, ctx.group), None, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _join(x, size, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum_and_keep(grad, ctx.dim, ctx.group), None, None, None
+
+
+class _ScatterPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group, ctx.size = dim, group, x.shape[dim]
+        return _sum_and_keep(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _join(grad, ctx.size, ctx.dim, ctx.group), None, None

@@ -4,100 +4,34 @@
 A column-wise head's output would be joined only to be summed up again by ``cross_entropy``: with a large vocabulary it
 is the largest tensor of a step. :class:`ShardedLogits` has the shape of the joined tensor and holds this rank's
 columns. Reshaping, slices of other dimensions and casts act on the columns, ``cross_entropy`` of them is computed from
-shares with two sums over the ranks (Shoeybi et al., arXiv:1909.08053, section 3), and anything else joins them first.
-So values are always those of the joined tensor; but whatever joins them is a collective that all tensor ranks must take
-part in. What could not be right without joining (changes in place, hooks) is refused.
+shares with two sums over the ranks (Shoeybi et al., arXiv:1909.08053, section 3), and anything else joins them first,
+see :mod:`joined_late`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from lightning_hybrid.errors import UnsupportedError
-from lightning_hybrid.tensor_parallel.collectives import gather_features, share_bounds
+from lightning_hybrid.tensor_parallel.collectives import share_bounds
+from lightning_hybrid.tensor_parallel.joined_late import JoinedLate
 
-__all__ = ["ShardedLogits", "joined"]
+__all__ = ["ShardedLogits"]
 
 
-class ShardedLogits(Tensor):
-    """A tensor of which this rank holds some of the last dimension's entries."""
+class ShardedLogits(JoinedLate):
+    """Logits of which this rank holds some of the last dimension's columns."""
 
-    _local: Tensor
-    _group: dist.ProcessGroup
-    _whole: Tensor | None
-
-    @staticmethod
-    def __new__(cls, local: Tensor, size: int, group: dist.ProcessGroup) -> ShardedLogits:
-        """Wrap the rank's columns ``local`` of ``size`` columns in all (shares as in ``share_bounds``)."""
-        made: ShardedLogits = Tensor._make_wrapper_subclass(
-            cls,
-            (*local.shape[:-1], size),
-            dtype=local.dtype,
-            device=local.device,
-            requires_grad=local.requires_grad,
-        )
-        made._local, made._group, made._whole = local, group, None
-        return made
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # one rank may print it alone: no collective
-        return f"ShardedLogits(shape={tuple(self.shape)}, this rank's columns={self._local!r})"
-
-    def join(self) -> Tensor:
-        """Return the whole tensor. A collective over the tensor ranks the first time."""
-        if self._whole is None:
-            self._whole = gather_features(self._local, self.shape[-1], self._group)
-        return self._whole
+    what = "logits that are split over the vocabulary (loss_parallel=True)"
+    remedy = "loss_parallel=False"
 
     def with_local(self, local: Tensor) -> ShardedLogits:
         """Return the same columns of another tensor."""
         return ShardedLogits(local, self.shape[-1], self._group)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if (name.endswith("_") and not name.endswith("__")) or name in _REFUSED or "out" in kwargs:
-            raise UnsupportedError(
-                f"{name} of logits that are split over the vocabulary (loss_parallel=True) would act on a copy of them."
-                " Use what returns a new tensor, or loss_parallel=False."
-            )
-        first = args[0] if args else None
-        if isinstance(first, ShardedLogits) and first._whole is None and func in _HANDLERS:
-            result = _HANDLERS[func](first, func, args[1:], kwargs)
-            if result is not NotImplemented:
-                return result
-        return func(*joined(args), **joined(kwargs))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise UnsupportedError(
-            f"{func} got logits that are split over the vocabulary (loss_parallel=True) in a way that cannot join them"
-            " first (a torch.autograd.Function or an extension). Use loss_parallel=False."
-        )
-
-
-def joined(values: Any) -> Any:
-    """Return ``values`` with every :class:`ShardedLogits` among them joined."""
-    return tree_map_only(ShardedLogits, ShardedLogits.join, values)
-
-
-_REFUSED = {"__setitem__", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"}
-_READ = ("shape", "dtype", "device", "requires_grad", "ndim", "is_cuda", "layout")
-_METADATA = {
-    *(getattr(Tensor, name).__get__ for name in _READ),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__, Tensor.ndimension),
-    *(torch.is_floating_point, torch.numel, Tensor.element_size, Tensor.nelement),
-}
 
 
 def _reshape(logits: ShardedLogits, func: Any, args: Any, kwargs: Any) -> Any:
@@ -159,7 +93,7 @@ def _cross_entropy(logits: ShardedLogits, func: Any, args: Any, kwargs: Any) -> 
     return loss
 
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {
+ShardedLogits.handlers = {
     Tensor.view: _reshape,
     Tensor.reshape: _reshape,
     torch.reshape: lambda logits, func, args, kwargs: _reshape(logits, func, args, kwargs),

@@ -25,10 +25,10 @@ from lightning_hybrid.tensor_parallel.attention import attend
 from lightning_hybrid.tensor_parallel.collectives import (
     JoinedRows,
     enter_split,
-    gather_features,
+    join_shares,
+    keep_share,
     leave_partial,
     share_bounds,
-    split_features,
 )
 from lightning_hybrid.tensor_parallel.linears import features_of, is_transposed, product
 from lightning_hybrid.tensor_parallel.sharded_logits import ShardedLogits
@@ -138,7 +138,7 @@ class SplitStyle:
         """Whole input, output joined to the layer's full width."""
         width = features_of(module)[0]
         out = self._split_output(module, forward, x)
-        return ShardedLogits(out, width, self.group) if self.joins_late else gather_features(out, width, self.group)
+        return ShardedLogits(out, width, self.group) if self.joins_late else join_shares(out, width, self.group)
 
     def colwise_shared(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
         """Whole input, output of the one head (of ``parts``) that this rank's query heads attend to.
@@ -167,7 +167,7 @@ class SplitStyle:
 
     def rowwise_split_input(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
         """Whole input, of which this rank takes its share; whole output."""
-        return self.rowwise(module, forward, split_features(x, self.group))
+        return self.rowwise(module, forward, keep_share(x, self.group))
 
     def embedding_rowwise(self, module: nn.Embedding, forward: Forward, ids: Tensor) -> Tensor:
         """Each rank looks up the ids of its part of the vocabulary; the others contribute zero."""
@@ -186,7 +186,7 @@ class SplitStyle:
     def embedding_colwise(self, module: nn.Embedding, forward: Forward, ids: Tensor) -> Tensor:
         """Each rank looks up its share of the features of every id."""
         with _local_parameters(module):
-            return gather_features(forward(ids), module.embedding_dim, self.group)
+            return join_shares(forward(ids), module.embedding_dim, self.group)
 
     def embedding_by_head(self, module: nn.Embedding, forward: Forward, ids: Tensor) -> Tensor:
         """Each rank looks up the features of its own heads, and only those."""

@@ -18,7 +18,8 @@ from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from lightning_hybrid.strategy import Hybrid3DStrategy
 from lightning_hybrid.tensor_parallel import sharded_logits
 from lightning_hybrid.tensor_parallel.collectives import share_bounds
-from lightning_hybrid.tensor_parallel.sharded_logits import ShardedLogits, joined
+from lightning_hybrid.tensor_parallel.joined_late import joined
+from lightning_hybrid.tensor_parallel.sharded_logits import ShardedLogits
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.distributed.test_equality import LENGTH, SGDGPT
 from tests.distributed.zoo import ZOO, generator
@@ -77,7 +78,7 @@ def look(rank: int) -> None:
     logits = ShardedLogits(x[:, 3 * rank : 3 * rank + 3].clone().requires_grad_(), 6, dist.group.WORLD)
     assert logits.shape == (4, 6) and len(logits) == 4 and logits.size(-1) == 6 and logits.requires_grad
     if rank == 0:
-        assert "this rank's columns" in repr(logits)  # by one rank alone
+        assert "this rank's share" in repr(logits)  # by one rank alone
     for change in (lambda: logits.mul_(2), lambda: logits.__setitem__(0, 1.0), lambda: logits.retain_grad()):
         with pytest.raises(UnsupportedError, match="loss_parallel=False"):
             change()
