@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from lightning_hybrid.holdings import device_memory, holdings
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.memory import Memory, memory_lines
-from lightning_hybrid.tensor_parallel.plan import SMALL, TensorParallelPlan, layers_joined
+from lightning_hybrid.tensor_parallel.plan import SMALL, WHOLE, TensorParallelPlan, layers_joined
 
 __all__ = ["describe_run", "layout_table", "memory_table"]
 
 #: Styles whose own parameters stay whole.
-_KEEP_WHOLE = ("replicated_with_grad_allreduce", "local_numbers", "colwise_shared")
+_KEEP_WHOLE = (WHOLE, "replicated_with_grad_allreduce", "local_numbers", "colwise_shared")
 _SAID_BY = {
     "user": "tp_plan",
     "huggingface": "Hugging Face's plan",

@@ -35,7 +35,9 @@ from lightning_hybrid.sharding import ShardedRoot, apply_sharding
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.check import check_plan
 from lightning_hybrid.tensor_parallel.infer import infer_plan
+from lightning_hybrid.tensor_parallel.infer_sequence import infer_sequence
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, build_tp_plan, check_not_empty
+from lightning_hybrid.tensor_parallel.sequence import intercept
 from lightning_hybrid.tensor_parallel.styles import join_late
 
 __all__ = ["Part", "StageMap", "parallelize"]
@@ -142,6 +144,7 @@ def parallelize(
     synchronise(module, device)
     weights = MetaWeights(module, seed, given) if on_meta(module) else None
     plan = _plan_split(module, layout, mesh, settings, first_step)
+    intercept([module.get_submodule(n) for n in plan.regions], plan.regions.values(), mesh["tensor_parallel"])
     cut, facts, stages, root = None, None, None, None
     mine = [0]
     if layout.pipeline_parallel_size > 1:
@@ -206,6 +209,8 @@ def _plan_split(
     plan = check_plan(module, axis, plan, calls if names else {}, is_compiled=is_compiled)
     plan = infer_plan(module, axis, plan, calls, tried, is_compiled=is_compiled)
     check_not_empty(module, plan)
+    if settings.sequence_parallel:
+        plan = infer_sequence(module, axis, plan, calls if names else {}, names)
     if settings.loss_parallel and not any(entry.style == "colwise_gather_output" for entry in plan.entries):
         raise ConfigurationError(
             "loss_parallel=True keeps the logits of a head that is split over the vocabulary, but no layer is: give it"

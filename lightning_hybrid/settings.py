@@ -29,6 +29,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "whole_batch_loss": (lambda value: isinstance(value, bool), "True or False"),
     "loss_parallel": (lambda value: isinstance(value, bool), "True or False"),
+    "sequence_parallel": (lambda value: isinstance(value, bool), "True or False"),
     "tp_plan": (
         lambda value: value is None or (isinstance(value, Mapping) and _are_names(value)),
         'a dict from patterns of module names to styles, such as {"layers.*.q_proj": "colwise"}',
@@ -64,6 +65,7 @@ class Settings:
     whole_batch_loss: bool
     tp_plan: Mapping[str, Any] | None
     loss_parallel: bool
+    sequence_parallel: bool
     reshard_after_forward: bool | None
     cpu_offload: bool
     activation_checkpointing: ActivationCheckpointing
@@ -79,6 +81,11 @@ class Settings:
             if not can_be_meant(value := getattr(self, field.name)):
                 raise ConfigurationError(f"{field.name}={value!r} must be {right}.")
         check_per_block(**self.per_block)
+        if self.sequence_parallel and self.compile is not False:
+            raise ConfigurationError(
+                "sequence_parallel=True hands shares of the sequence from block to block, which compiled blocks do not"
+                " take. Use compile=False, or sequence_parallel=False."
+            )
 
     @property
     def per_block(self) -> dict[str, Any]:

@@ -80,6 +80,8 @@ class Hybrid3DStrategy(EvaluationHooks):
             bring their own; for blocks that neither names a way is found by trying.
         loss_parallel: Whether logits of a head that is split over the vocabulary stay split for ``cross_entropy``. What
             else reads them joins them, on all tensor ranks: not under ``if self.global_rank == 0``.
+        sequence_parallel: Whether what stands between split layers (norms, dropout, residuals) works on a share of the
+            tokens on each tensor rank, where trying shows that a block allows it.
         reshard_after_forward: Whether a block's gathered parameters are freed after its forward; by default without
             a pipeline only.
         cpu_offload: Whether shards of parameters, gradients and optimizer states stay in the host's memory.
@@ -109,6 +111,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         whole_batch_loss: bool = False,
         tp_plan: Mapping[str, Any] | None = None,
         loss_parallel: bool = False,
+        sequence_parallel: bool = False,
         reshard_after_forward: bool | None = None,
         cpu_offload: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
@@ -136,6 +139,7 @@ class Hybrid3DStrategy(EvaluationHooks):
             whole_batch_loss=whole_batch_loss,
             tp_plan=tp_plan,
             loss_parallel=loss_parallel,
+            sequence_parallel=sequence_parallel,
             reshard_after_forward=reshard_after_forward,
             cpu_offload=cpu_offload,
             activation_checkpointing=activation_checkpointing,

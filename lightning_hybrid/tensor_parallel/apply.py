@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Listed
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel.collectives import JoinedRows, share_bounds
 from lightning_hybrid.tensor_parallel.linears import is_transposed
 from lightning_hybrid.tensor_parallel.plan import STYLES, PlanEntry, TensorParallelPlan
+from lightning_hybrid.tensor_parallel.sequence import Sequence, sequence_of
 from lightning_hybrid.tensor_parallel.styles import (
     SplitStyle,
     is_split,
@@ -61,15 +63,30 @@ def apply_tensor_parallel(
         )
     modules = dict(module.named_modules())
     shares: dict[nn.Parameter, nn.Parameter] = {}
-    for entry in plan.split if mesh.size() > 1 else ():
+    held = {name for name in modules if only is None or only(name)} if mesh.size() > 1 else set()
+    sequences = {
+        name: sequence_of(modules[name], region, mesh) for name, region in plan.regions.items() if name in held
+    }
+    for entry in plan.split:
         owner_name = entry.name.rpartition(".")[0] if entry.is_parameter else entry.name
-        if owner_name in modules and (only is None or only(owner_name)):
-            _apply_entry(entry, modules[owner_name], mesh, shares)
+        if owner_name in held:
+            sequence = next((s for name, s in sequences.items() if _is_within(owner_name, name)), None)
+            _apply_entry(entry, modules[owner_name], mesh, shares, sequence)
+    for name, sequence in sequences.items():
+        sequence.split(modules[name])
     _leave_fast_paths(module)
 
 
+def _is_within(name: str, block: str) -> bool:
+    return not block or f"{name}.".startswith(f"{block}.")
+
+
 def _apply_entry(
-    entry: PlanEntry, owner: nn.Module, mesh: DeviceMesh, shares: dict[nn.Parameter, nn.Parameter]
+    entry: PlanEntry,
+    owner: nn.Module,
+    mesh: DeviceMesh,
+    shares: dict[nn.Parameter, nn.Parameter],
+    sequence: Sequence | None,
 ) -> None:
     names = [name.rpartition(".")[2] for name in entry.parameters]
     if names and all(owner._parameters.get(name) is None for name in names):
@@ -89,6 +106,8 @@ def _apply_entry(
                 parts=entry.parts,
                 stand_ins=entry.stand_ins,
                 by_head=entry.by_head,
+                sides=entry.sides,
+                sequence=sequence,
             )
             split_module(owner, style)
 
@@ -108,7 +127,7 @@ def _split_parameter(
     owner._parameters[name] = shares[whole]
 
 
-def _share_of(whole: nn.Parameter, placement: Shard, mesh: DeviceMesh, parts: Sequence[int]) -> nn.Parameter:
+def _share_of(whole: nn.Parameter, placement: Shard, mesh: DeviceMesh, parts: Listed[int]) -> nn.Parameter:
     """This rank's part of a parameter, with the parameter's own attributes; the whole can be freed afterwards.
 
     Of several projections in one (``parts``) it holds its rows of each. The DTensor then is the whole with its rows in
@@ -127,7 +146,7 @@ def _share_of(whole: nn.Parameter, placement: Shard, mesh: DeviceMesh, parts: Se
     return share
 
 
-def _set_numbers(owner: nn.Module, numbers: Sequence[tuple[str, int]]) -> None:
+def _set_numbers(owner: nn.Module, numbers: Listed[tuple[str, int]]) -> None:
     """Let a module speak of this rank's heads and width; of a config, which others share, it gets its own copy."""
     configs: dict[str, Any] = {}
     for name, value in numbers:

@@ -29,6 +29,7 @@ from lightning_hybrid.snapshots import as_it_is
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.draws import wrong_draws
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, layers_joined
+from lightning_hybrid.tensor_parallel.sequence import call_whole
 from lightning_hybrid.tensor_parallel.styles import joined_rows
 
 __all__ = [
@@ -337,7 +338,7 @@ def _run(block: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
         x.grad = None
     device = inputs[0].device.type if inputs else "cpu"
     with torch.enable_grad(), torch.autocast(device, enabled=False):
-        result = nn.Module.__call__(block, *args, **kwargs)  # past a __call__ that only cuts stages or recomputes
+        result = call_whole(block, args, kwargs)
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
         generator = torch.Generator().manual_seed(2)
         torch.autograd.backward(outputs, [torch.randn(x.shape, generator=generator).to(x) for x in outputs])

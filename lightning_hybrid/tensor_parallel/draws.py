@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid.randomness import SHARES, random_mark
+from lightning_hybrid.tensor_parallel.sequence import call_whole
 
 __all__ = ["wrong_draws"]
 
@@ -87,5 +88,5 @@ def _problems(expected: list[_Draw], found: list[_Draw], is_compiled: bool) -> I
 def _draws_of(block: nn.Module, args: Any, kwargs: Any) -> list[_Draw]:
     draws = _Draws()
     with torch.no_grad(), draws:
-        nn.Module.__call__(block.train(), *args, **kwargs)
+        call_whole(block.train(), args, kwargs)
     return draws.found

@@ -46,7 +46,7 @@ from lightning_hybrid.tensor_parallel.linears import features_of, is_linear
 from lightning_hybrid.tensor_parallel.plan import WHOLE, PlanEntry, TensorParallelPlan
 from lightning_hybrid.tensor_parallel.styles import NOTHING_BY_HEAD, ByHead
 
-__all__ = ["Group", "find_groups", "infer_plan"]
+__all__ = ["Group", "find_groups", "infer_plan", "put_block"]
 
 _ALONE = (
     "no other linear of its block takes exactly its output, or gives exactly its input;"
@@ -123,7 +123,7 @@ def infer_plan(
         kind = kind_of(block)
         for other in blocks:
             if kind_of(module.get_submodule(other)) == kind:
-                plan = _put(plan, other, part, module)
+                plan = put_block(plan, other, part, module)
     return plan
 
 
@@ -136,7 +136,7 @@ def _tied(module: nn.Module) -> set[str]:
     return {name for key, names in owners.items() if len(names) > 1 and key != id(None) for name in names}
 
 
-def _put(plan: TensorParallelPlan, name: str, part: TensorParallelPlan, module: nn.Module) -> TensorParallelPlan:
+def put_block(plan: TensorParallelPlan, name: str, part: TensorParallelPlan, module: nn.Module) -> TensorParallelPlan:
     """Give one block the entries of its like, in the model's order."""
     ours = {}
     for entry in part.entries:
@@ -149,7 +149,8 @@ def _put(plan: TensorParallelPlan, name: str, part: TensorParallelPlan, module: 
         key=lambda e: place.get(e.name, place[e.name.rpartition(".")[0]] if e.is_parameter else 0),
     )
     counts = {entry.name: plan.num_parameters.get(entry.name, 0) for entry in entries}
-    return replace(plan, entries=tuple(entries), num_parameters=counts)
+    regions = {**plan.regions, **({name: part.regions[""]} if part.regions else {})}
+    return replace(plan, entries=tuple(entries), num_parameters=counts, regions=regions)
 
 
 def _infer_block(trial: _Trial, part: TensorParallelPlan, shared: set[str]) -> TensorParallelPlan:

@@ -11,7 +11,7 @@ import difflib
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
@@ -22,6 +22,7 @@ from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel.collectives import share_bounds
 from lightning_hybrid.tensor_parallel.heads import check_heads, shared_groups, shared_heads
 from lightning_hybrid.tensor_parallel.linears import features_of, is_linear
+from lightning_hybrid.tensor_parallel.sequence import Region, Sides
 from lightning_hybrid.tensor_parallel.styles import NOTHING_BY_HEAD, ByHead, placement_of, transformers_styles
 
 __all__ = [
@@ -103,6 +104,9 @@ class PlanEntry:
     by_head: ByHead = NOTHING_BY_HEAD
     """What the module's code gets or gives for each head, with style ``local_numbers``."""
 
+    sides: Sides | None = None
+    """What is done besides where the block works on a share of the sequence."""
+
     @property
     def style_name(self) -> str:
         """The style as text."""
@@ -111,7 +115,7 @@ class PlanEntry:
     @property
     def is_split(self) -> bool:
         """Whether anything is to be done for tensor parallelism."""
-        return self.style != WHOLE
+        return self.style != WHOLE or self.sides is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +138,10 @@ class TensorParallelPlan:
     entries: tuple[PlanEntry, ...]
     num_parameters: Mapping[str, int]
     """Elements owned by each entry (of the whole model), by its name."""
+    regions: Mapping[str, Region] = field(default_factory=dict)
+    """Blocks whose sequence is split, by FQN."""
+    whole_sequences: Mapping[str, str] = field(default_factory=dict)
+    """Blocks whose sequence stays whole though it was to be split, and why; one of each kind."""
 
     @property
     def split(self) -> tuple[PlanEntry, ...]:
@@ -158,7 +166,8 @@ class TensorParallelPlan:
             if entry.name == prefix or entry.name.startswith(start)
         )
         counts = {name[len(start) :]: count for name, count in self.num_parameters.items() if name.startswith(prefix)}
-        return replace(self, entries=entries, num_parameters=counts)
+        regions = {"": self.regions[prefix]} if prefix in self.regions else {}
+        return replace(self, entries=entries, num_parameters=counts, regions=regions)
 
     def rows(self) -> list[PlanRow]:
         """Return the plan as a table, layers taken together."""

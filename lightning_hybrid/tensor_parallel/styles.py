@@ -28,9 +28,11 @@ from lightning_hybrid.tensor_parallel.collectives import (
     join_shares,
     keep_share,
     leave_partial,
+    scatter_partial,
     share_bounds,
 )
 from lightning_hybrid.tensor_parallel.linears import features_of, is_transposed, product
+from lightning_hybrid.tensor_parallel.sequence import Sequence, Sides
 from lightning_hybrid.tensor_parallel.sharded_logits import ShardedLogits
 
 __all__ = [
@@ -109,6 +111,10 @@ class SplitStyle:
     """For ``local_numbers``: arguments of which the module's code sees the share's shape."""
     by_head: ByHead = NOTHING_BY_HEAD
     """For ``local_numbers``: what is handed in or out for each head."""
+    sides: Sides | None = None
+    """What is done besides while the module's block works on a share of the sequence."""
+    sequence: Sequence | None = None
+    """The block's."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -119,8 +125,21 @@ class SplitStyle:
         """Call the module's own ``forward`` on this rank's share."""
         if is_transposed(module):
             forward = functools.partial(product, module)
-        method = _RUN[self.style]
-        return method(self, module, forward, *args, **kwargs)
+        method, sequence, sides = _RUN[self.style], self.sequence, self.sides
+        if sequence is None or sides is None or not sequence.is_open:
+            return method(self, module, forward, *args, **kwargs)
+        args, kwargs = sequence.gather(args, kwargs, sides)
+        output = method(self, module, forward, *args, **kwargs)
+        return sequence.keep(output, sides.dim) if sides.output == "keep" else output
+
+    @property
+    def _is_on_sequence(self) -> bool:
+        """Whether the module's block works on a share of the sequence now."""
+        return self.sequence is not None and self.sequence.is_open
+
+    def whole(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """As it is."""
+        return forward(*args, **kwargs)
 
     def colwise(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
         """Whole input, split output, for which each rank draws its own random numbers."""
@@ -158,10 +177,17 @@ class SplitStyle:
         return out
 
     def rowwise(self, module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
-        """Split input, whole output: partial products summed, then the bias."""
-        SHARES.close()
+        """Split input, whole output (or its share of the sequence): partial products summed, then the bias."""
+        scatters = self._is_on_sequence and self.sides is not None and self.sides.output == "scatter"
+        if not self._is_on_sequence:
+            SHARES.close()
         with _local_parameters(module, without_bias=True) as bias:
-            out = leave_partial(forward(x), self.group)
+            out = forward(x)
+        if scatters and self.sides is not None:
+            out = scatter_partial(out, self.group, self.sides.dim)
+            bias = None if bias is None else enter_split(bias, self.group)  # it meets this rank's tokens only
+        else:
+            out = leave_partial(out, self.group)
         # Under autocast the product is bf16 and the bias fp32, and one process returns bf16.
         return out if bias is None else out + bias.to(out.dtype)
 
@@ -212,7 +238,7 @@ class SplitStyle:
     def _shown(self, key: int | str, x: Any, cut: dict[int, Tensor]) -> Any:
         """What the module's code sees of an argument; what is cut to this rank's heads is remembered in ``cut``."""
         if key in self.by_head.arguments and isinstance(x, Tensor):
-            share = split_features(x.movedim(1, -1), self.group).movedim(-1, 1)
+            share = keep_share(x.movedim(1, -1), self.group).movedim(-1, 1)
             cut[id(share)] = x
             return share
         return self._stand_in(x) if key in self.stand_ins else x
@@ -221,7 +247,7 @@ class SplitStyle:
         """A result of all heads: as it came in, or put together."""
         if not isinstance(x, Tensor) or id(x) in cut:
             return cut.get(id(x), x)
-        return gather_features(x.movedim(1, -1), x.shape[1] * self.mesh.size(), self.group).movedim(-1, 1)
+        return join_shares(x.movedim(1, -1), x.shape[1] * self.mesh.size(), self.group).movedim(-1, 1)
 
     def _stand_in(self, x: Any) -> Any:
         """A tensor of the share's shape without values, by which column-wise linears know the whole one."""
@@ -244,6 +270,7 @@ class SplitStyle:
 _RUN: Mapping[str, Callable[..., Any]] = {
     name: getattr(SplitStyle, name)
     for name in (
+        "whole",
         "colwise",
         "colwise_gather_output",
         "colwise_shared",
