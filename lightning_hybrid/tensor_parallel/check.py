@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 #: Share of the largest gradient of a block below which another one counts as zero: rounding grows with the block.
 _ZERO = 1e-3
+#: What is larger stands for infinity: masks that are added to scores.
+_MASKED = 1e30
 #: Bytes in fp32 of the largest block that is run: every rank of a host holds about five times as much meanwhile.
 _LARGEST = 2**30
 
@@ -360,6 +362,8 @@ def _relative(value: Tensor, truth: Tensor, floor: float = 1e-2) -> float:
     if value.shape != truth.shape:
         return float("inf")
     value, truth = (torch.nan_to_num(x.detach().float()) for x in (value, truth))
+    masked = (value.abs() > _MASKED) & (truth.abs() > _MASKED)  # they would drown everything else
+    value, truth = value.masked_fill(masked, 0.0), truth.masked_fill(masked, 0.0)
     return float((value - truth).norm() / truth.norm().clamp(min=floor))
 
 

@@ -1,9 +1,9 @@
 """Tensors that stay split over the tensor ranks until something needs them whole.
 
 A :class:`JoinedLate` has the shape of the joined tensor and holds this rank's share. What knows shares takes the share;
-whatever else gets it joins it first. So values are always those of the joined tensor; but whatever joins it is a
-collective that all tensor ranks must take part in. What could not be right without joining (changes in place, hooks) is
-refused.
+whatever else gets it joins it first, once; from then on it is the joined tensor, which may be changed in place. So
+values are always those of the joined tensor; but whatever joins it is a collective that all tensor ranks must take part
+in. Where functions can act on the share, what they return does not follow such changes: they are refused.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class JoinedLate(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if (name.endswith("_") and not name.endswith("__")) or name in _REFUSED or "out" in kwargs:
+        changes = (name.endswith("_") and not name.endswith("__")) or name in _REFUSED or "out" in kwargs
+        if changes and cls.handlers:
             raise UnsupportedError(
                 f"{name} of {cls.what} would act on a copy. Use what returns a new tensor, or {cls.remedy}."
             )

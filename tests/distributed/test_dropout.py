@@ -100,8 +100,9 @@ def check_masks(found: list[dict[str, list[Tensor]]], degrees: dict[str, int]) -
     for pipeline in range(degrees.get("pipeline_parallel_size", 1)):
         ranks = [found[(pipeline * data + d) * tensor : (pipeline * data + d + 1) * tensor] for d in range(data)]
         for name, kind in [(name, name.rpartition(".")[2]) for name in ranks[0][0]]:
+            whole = WHOLE[1:] if degrees.get("sequence_parallel") else WHOLE
             for group in ranks:
-                alike = same if kind in WHOLE else differ
+                alike = same if kind in whole else differ
                 assert all(alike(a[name], b[name]) for a, b in itertools.combinations(group, 2)), name
             assert all(differ(a[0][name], b[0][name]) for a, b in itertools.combinations(ranks, 2)), name
             assert differ(ranks[0][0][name][:-1], ranks[0][0][name][1:]), f"{name}: calls repeat each other"
@@ -117,10 +118,13 @@ def check_masks(found: list[dict[str, list[Tensor]]], degrees: dict[str, int]) -
 
 DP_TP = {"data_parallel_size": 2, "tensor_parallel_size": 2, "tp_plan": PLAN}
 TP_PP = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "schedule": "1F1B", "tp_plan": PLAN}
+SEQUENCE = {**DP_TP, "sequence_parallel": True}
 DP_PP = {"data_parallel_size": 2, "pipeline_parallel_size": 2, "schedule": "1F1B"}
 
 
-@pytest.mark.parametrize("degrees", [DP_TP, TP_PP, DP_PP], ids=["dp2-tp2", "tp2-pp2", "dp2-pp2"])
+@pytest.mark.parametrize(
+    "degrees", [DP_TP, TP_PP, DP_PP, SEQUENCE], ids=["dp2-tp2", "tp2-pp2", "dp2-pp2", "dp2-tp2-sequence"]
+)
 def test_masks(degrees: dict[str, Any]) -> None:
     full = {**degrees, "activation_checkpointing": "full"}
     variants = [(degrees, LitDropout), (degrees, LitDropout), (full, LitDropout), (degrees, LitCheckpointed)]
@@ -163,11 +167,14 @@ def skip_the_check() -> None:
     check.wrong_draws = lambda *args, **kwargs: None
 
 
-@pytest.mark.parametrize("sabotage", [one_stream_for_all, shares_stay_open])
-def test_wrong_variants_are_seen(sabotage: Any) -> None:
-    found = [masks for _, masks in run_ranks(4, run, DP_TP, LitDropout, sabotage)]
+@pytest.mark.parametrize(
+    ("sabotage", "degrees"),
+    [(one_stream_for_all, DP_TP), (shares_stay_open, DP_TP), (one_stream_for_all, SEQUENCE)],
+)
+def test_wrong_variants_are_seen(sabotage: Any, degrees: dict[str, Any]) -> None:
+    found = [masks for _, masks in run_ranks(4, run, degrees, LitDropout, sabotage)]
     with must_differ():
-        check_masks(found, DP_TP)
+        check_masks(found, degrees)
 
 
 def parts_draw_on() -> None:
