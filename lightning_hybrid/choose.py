@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.archive import Entry, choose_degrees, detect_hardware, fingerprint_module
@@ -30,6 +32,7 @@ __all__ = [
     "check_counts",
     "check_run",
     "choose_from_archive",
+    "choose_layout",
     "choose_stages_per_rank",
 ]
 
@@ -74,6 +77,26 @@ def choose_from_archive(
             )
     result: ArchiveChoice | None = broadcast(choice)
     return result
+
+
+def choose_layout(strategy: Any) -> Layout:
+    """Return the degrees of a strategy's run, from the archive if the user gave none. A collective."""
+    choice, num_devices = strategy.choice, strategy.num_nodes * strategy.num_processes
+    if choice.is_open and choice.settings.archive is not None:
+        entry = choose_from_archive(
+            os.fspath(choice.settings.archive),
+            strategy.lightning_module,
+            strategy.root_device,
+            num_devices,
+            num_nodes=strategy.num_nodes,
+            broadcast=strategy.broadcast,
+            accept=lambda layout, entry: can_run(layout, entry, strategy.lightning_module, choice),
+        )
+        if entry is not None:
+            choice.take_entry(entry)
+            rank_zero_info(f"lightning_hybrid: {entry.reason}")
+    layout: Layout = choice.resolve(num_devices)
+    return layout
 
 
 def archived_schedule(settings: Mapping[str, Any]) -> tuple[ScheduleSpec, int]:

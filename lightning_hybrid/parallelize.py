@@ -34,9 +34,9 @@ from lightning_hybrid.settings import Settings
 from lightning_hybrid.sharding import ShardedRoot, apply_sharding
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.check import check_plan
-from lightning_hybrid.tensor_parallel.infer import infer_plan
+from lightning_hybrid.tensor_parallel.infer import check_not_empty, infer_plan
 from lightning_hybrid.tensor_parallel.infer_sequence import infer_sequence
-from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, build_tp_plan, check_not_empty
+from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, build_tp_plan
 from lightning_hybrid.tensor_parallel.sequence import intercept
 from lightning_hybrid.tensor_parallel.styles import join_late
 

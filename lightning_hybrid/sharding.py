@@ -86,7 +86,7 @@ def apply_sharding(
     fully_shard(root, reshard_after_forward=False, **options)
     if dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo":
         for unit in (*units, root):
-            exchange_directly(unit)
+            exchange_directly(unit)  # type: ignore[arg-type]  # fully_shard has made it one
     if group.size() > 1:
         Lockstep(root, units, group, is_pipelined=is_pipelined, reshard=reshard)
     return root

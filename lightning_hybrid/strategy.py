@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_hybrid.choose import can_run, check_run, choose_from_archive
+from lightning_hybrid.choose import check_run, choose_layout
 from lightning_hybrid.clock import Clock
 from lightning_hybrid.data import make_peekable, same_worker_seeds
 from lightning_hybrid.describe import describe_run, layout_table, memory_table
@@ -272,29 +272,12 @@ class Hybrid3DStrategy(EvaluationHooks):
         assert self.cluster_environment is not None
         _init_dist_connection(self.cluster_environment, backend, timeout=self.settings.timeout, device_id=device)
         self.choice.share(self.broadcast)
-        self.choice.layout = self._choose_layout()
+        self.choice.layout = choose_layout(self)
         check_run(self.choice, self.lightning_module, self.precision_plugin)
         self._mesh = build_mesh(self.layout, self.root_device.type)
         self._clock = Clock(self.root_device)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh  # what a configure_model for ModelParallelStrategy reads
-
-    def _choose_layout(self) -> Layout:
-        num_devices = self.num_nodes * self.num_processes
-        if self.choice.is_open and self.settings.archive is not None:
-            entry = choose_from_archive(
-                os.fspath(self.settings.archive),
-                self.lightning_module,
-                self.root_device,
-                num_devices,
-                num_nodes=self.num_nodes,
-                broadcast=self.broadcast,
-                accept=lambda layout, entry: can_run(layout, entry, self.lightning_module, self.choice),
-            )
-            if entry is not None:
-                self.choice.take_entry(entry)
-                rank_zero_info(f"lightning_hybrid: {entry.reason}")
-        return self.choice.resolve(num_devices)
 
     @contextmanager
     @override

@@ -29,8 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel.attention import cuts_a_head, why_not_split
 from lightning_hybrid.tensor_parallel.check import (
     Call,
@@ -46,7 +48,7 @@ from lightning_hybrid.tensor_parallel.linears import features_of, is_linear
 from lightning_hybrid.tensor_parallel.plan import WHOLE, PlanEntry, TensorParallelPlan
 from lightning_hybrid.tensor_parallel.styles import NOTHING_BY_HEAD, ByHead
 
-__all__ = ["Group", "find_groups", "infer_plan", "put_block"]
+__all__ = ["Group", "check_not_empty", "find_groups", "infer_plan", "put_block"]
 
 _ALONE = (
     "no other linear of its block takes exactly its output, or gives exactly its input;"
@@ -400,3 +402,21 @@ def _noted(part: TensorParallelPlan, names: Sequence[str], note: str) -> TensorP
 
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0][:120]
+
+
+def check_not_empty(module: nn.Module, plan: TensorParallelPlan) -> None:
+    """Refuse a degree above 1 for which nothing is split: all ranks would do all of the work.
+
+    Raises:
+        ConfigurationError: with what stays whole and why.
+    """
+    is_distributed = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    if plan.tensor_parallel_size == 1 or plan.split or is_distributed:
+        return
+    large = sorted((row for row in plan.rows() if row.num_parameters), key=lambda row: -row.num_parameters)[:6]
+    raise ConfigurationError(
+        f"tensor_parallel_size={plan.tensor_parallel_size}, but nothing can be split: the model has no Hugging Face"
+        " plan, tp_plan names nothing that is split, and no layers of its blocks can be split by themselves. Pass"
+        ' tp_plan={"...attention.q": "colwise", "...attention.o": "rowwise", ...}, or use tensor_parallel_size=1. The'
+        f" largest parts are {'; '.join(f'{row.pattern} ({row.note})' for row in large)}."
+    )

@@ -33,7 +33,6 @@ __all__ = [
     "PlanRow",
     "TensorParallelPlan",
     "build_tp_plan",
-    "check_not_empty",
     "layers_joined",
 ]
 
@@ -482,22 +481,4 @@ def _does_not_divide(entry: PlanEntry, word: str, number: int, size: int) -> str
     return (
         f"tensor_parallel_size={size} does not divide {word}={number} of {entry.name!r} ({entry.style_name});"
         f' use tensor_parallel_size={fits}, or keep it (and what belongs to it) "whole" in tp_plan.'
-    )
-
-
-def check_not_empty(module: nn.Module, plan: TensorParallelPlan) -> None:
-    """Refuse a degree above 1 for which nothing is split: all ranks would do all of the work.
-
-    Raises:
-        ConfigurationError: with what stays whole and why.
-    """
-    is_distributed = any(isinstance(parameter, DTensor) for parameter in module.parameters())
-    if plan.tensor_parallel_size == 1 or plan.split or is_distributed:
-        return
-    large = sorted((row for row in plan.rows() if row.num_parameters), key=lambda row: -row.num_parameters)[:6]
-    raise ConfigurationError(
-        f"tensor_parallel_size={plan.tensor_parallel_size}, but nothing can be split: the model has no Hugging Face"
-        " plan, tp_plan names nothing that is split, and no layers of its blocks can be split by themselves. Pass"
-        ' tp_plan={"...attention.q": "colwise", "...attention.o": "rowwise", ...}, or use tensor_parallel_size=1. The'
-        f" largest parts are {'; '.join(f'{row.pattern} ({row.note})' for row in large)}."
     )

@@ -174,7 +174,7 @@ def shared_heads_not_summed() -> None:
 
 def the_first_heads_bias_everywhere() -> None:
     unchecked()
-    styles.split_features = lambda x, group: x[..., : x.shape[-1] // dist.get_world_size(group)]
+    styles.keep_share = lambda x, group: x[..., : x.shape[-1] // dist.get_world_size(group)]
 
 
 @pytest.mark.parametrize(

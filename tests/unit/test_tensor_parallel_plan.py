@@ -11,7 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from examples.gpt.model import GPT
 from lightning_hybrid.errors import ConfigurationError
-from lightning_hybrid.tensor_parallel.plan import build_tp_plan, check_not_empty
+from lightning_hybrid.tensor_parallel.infer import check_not_empty
+from lightning_hybrid.tensor_parallel.plan import build_tp_plan
 
 PLAN = {"attention.q": "colwise", "attention.k": "colwise", "attention.v": "colwise", "attention.o": "rowwise"}
 MLP = {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
