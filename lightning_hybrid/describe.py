@@ -120,7 +120,19 @@ def _tensor_lines(plan: TensorParallelPlan | None) -> list[str]:
         why = "; ".join(filter(None, (said, note)))
         what = "norms, biases and the like" if note == SMALL else _joined(list(names))
         lines.append(f"    {how:<{width}}  {what} ({sum(names.values()):,} parameters): {why}")
-    return [head, *lines]
+    return [head, *lines, *_sequence_lines(plan)]
+
+
+def _sequence_lines(plan: TensorParallelPlan) -> list[str]:
+    """Where each tensor rank works on a share of the tokens; where not, and why."""
+    lines = []
+    if plan.regions:
+        lines.append(
+            f"    a share of the tokens on each tensor rank between split layers of {_joined(list(plan.regions))}"
+        )
+    for name, reason in plan.whole_sequences.items():
+        lines.append(f"    all tokens on every tensor rank in {layers_joined(name)}: {reason}")
+    return lines
 
 
 def _joined(names: list[str]) -> str:

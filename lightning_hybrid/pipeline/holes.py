@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +105,7 @@ class Hole:
     def _count_kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         before, counted = self._attributes(), KeptBytes()
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+            with _unsaid(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
                 fake = tree_map_only(Tensor, lambda t: _like(mode.from_tensor(t.detach()), t), (args, kwargs))
                 weights = {name: w.requires_grad_(name in self._trained) for name, w in self._weights().items()}
                 counted.ignore(weights.values())
@@ -143,7 +145,7 @@ class Hole:
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> _Template:
         counter, before = FlopCounterMode(display=False), self._attributes()
         try:
-            with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, counter:
+            with _unsaid(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, counter:
                 fake: Callable[[Tensor], Tensor] = mode.from_tensor
                 fake_args, fake_kwargs = tree_map_only(Tensor, fake, (args, kwargs))
                 output = functional_call(self._twin, self._weights(), fake_args, fake_kwargs)
@@ -195,6 +197,17 @@ class KeptBytes(saved_tensors_hooks):
             self._seen[storage._cdata] = StorageWeakRef(storage)
             self.total += storage.nbytes()
         return tensor.detach()  # itself it would keep the node alive that made it, and saves it
+
+
+@contextmanager
+def _unsaid() -> Iterator[None]:
+    """An operation that fake tensors cannot run is met by another way: the user need not read torch's report."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _like(fake: Tensor, real: Tensor) -> Tensor:

@@ -377,7 +377,7 @@ def _agree(error: float, mesh: DeviceMesh) -> float:
 def _sum_gradients(plan: TensorParallelPlan, block: str, partial: frozenset[str]) -> TensorParallelPlan:
     """Give the owners of partial gradients, in this block and its like, the style that sums them."""
     wanted = {layers_joined(f"{block}.{name.rpartition('.')[0]}".strip(".")) for name in partial}
-    note = "sees only this rank's features (measured), so its gradient is summed"
+    note = "sees only this rank's share, so its gradient is summed"
     entries = tuple(
         replace(entry, style="replicated_with_grad_allreduce", source="measured", note=note)
         if layers_joined(entry.name) in wanted and not entry.is_split

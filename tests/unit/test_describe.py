@@ -6,6 +6,8 @@ from typing import Any
 
 from lightning_hybrid.describe import layout_table
 from lightning_hybrid.layout import Layout, resolve_layout
+from lightning_hybrid.tensor_parallel.plan import PlanEntry, TensorParallelPlan
+from lightning_hybrid.tensor_parallel.sequence import Region
 
 
 def row(layout: Layout, rank: int, stages: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -55,3 +57,17 @@ def test_without_a_pipeline_there_are_no_stages() -> None:
         2, data_parallel_size=2, tensor_parallel_size=1, pipeline_parallel_size=1, replicate_size=2
     )
     assert lines_of(replicas, [{}, {}])[-1].endswith("1,234 the whole model")
+
+
+def test_it_says_where_the_sequence_is_split_and_where_not() -> None:
+    layout = resolve_layout(2, data_parallel_size=1, tensor_parallel_size=2, pipeline_parallel_size=1)
+    plan = TensorParallelPlan(
+        tensor_parallel_size=2,
+        entries=(PlanEntry(name="h.0.up", style="colwise", source="user"),),
+        num_parameters={"h.0.up": 8},
+        regions={name: Region(argument=0, output=0, dim=1) for name in ("h.0", "h.1")},
+        whole_sequences={"tail.0": "no layer of it is split"},
+    )
+    lines = layout_table(layout, "none", [row(layout, rank, {}) for rank in range(2)], plan).splitlines()
+    assert lines[-2].strip() == "a share of the tokens on each tensor rank between split layers of h.*"
+    assert lines[-1].strip() == "all tokens on every tensor rank in tail.*: no layer of it is split"
