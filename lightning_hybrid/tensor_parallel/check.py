@@ -341,10 +341,12 @@ def _run(block: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
     device = inputs[0].device.type if inputs else "cpu"
     with torch.enable_grad(), torch.autocast(device, enabled=False):
         result = call_whole(block, args, kwargs)
-        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+        results = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()]
+        outputs = [x for x in results if x.requires_grad]
         generator = torch.Generator().manual_seed(2)
         torch.autograd.backward(outputs, [torch.randn(x.shape, generator=generator).to(x) for x in outputs])
-    return _vector(outputs), _vector([x.grad for x in inputs if x.grad is not None])
+    # Also what needs no gradient: a bias of zeros for this rank's heads only would travel on to the next block.
+    return _vector(results), _vector([x.grad for x in inputs if x.grad is not None])
 
 
 def _vector(tensors: list[Tensor]) -> Tensor:

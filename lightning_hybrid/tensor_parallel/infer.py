@@ -226,7 +226,7 @@ def _ways(
         if any(rows % size for of_linear in parts.values() for rows in of_linear):
             continue
         for numbers, stand_ins in _numbers(block, group, size, bool(shared)):
-            for by_head in dict.fromkeys((group.by_head, NOTHING_BY_HEAD)):
+            for by_head in _by_head(group.by_head):
                 local = {"numbers": numbers, "stand_ins": stand_ins, "by_head": by_head}
                 changes: dict[str, dict[str, Any]] = {
                     name: {"style": "colwise", "parts": parts.get(name, ())} for name in group.first
@@ -238,6 +238,14 @@ def _ways(
                 if by_head.results:
                     changes |= {name: {"style": "embedding_by_head"} for name in tables}
                 yield changes
+
+
+def _by_head(known: ByHead) -> Iterator[ByHead]:
+    """Nothing, then arguments with ever more results: attention weights that nobody reads need not be joined."""
+    yield NOTHING_BY_HEAD
+    for number in range(len(known.results) + 1) if known != NOTHING_BY_HEAD else ():
+        if (way := ByHead(arguments=known.arguments, results=known.results[:number])) != NOTHING_BY_HEAD:
+            yield way
 
 
 def _embeddings_by_head(name: str, owner: nn.Module) -> list[str]:

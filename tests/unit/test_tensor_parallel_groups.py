@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from lightning_hybrid.describe import layout_table
 from lightning_hybrid.layout import resolve_layout
 from lightning_hybrid.tensor_parallel.collectives import JoinedRows
-from lightning_hybrid.tensor_parallel.infer import Group, find_groups
+from lightning_hybrid.tensor_parallel.infer import Group, _by_head, find_groups
 from lightning_hybrid.tensor_parallel.plan import PlanEntry, TensorParallelPlan
+from lightning_hybrid.tensor_parallel.styles import ByHead
 
 
 class Block(nn.Module):
@@ -76,6 +77,12 @@ def test_the_owner_and_the_arguments_that_linears_get_as_they_are() -> None:
     assert find_groups(Outer(), ((torch.zeros(2, 8, requires_grad=True),), {})) == [
         Group(first=("inner.up",), last="inner.down", owner="inner", stand_ins=("hidden",))
     ]
+
+
+def test_what_is_joined_by_head_is_as_little_as_needed() -> None:
+    ways = list(_by_head(ByHead(arguments=("bias",), results=(1, 2))))
+    assert ways == [ByHead(), *(ByHead(arguments=("bias",), results=found) for found in ((), (1,), (1, 2)))]
+    assert list(_by_head(ByHead())) == [ByHead()]
 
 
 def test_each_rank_holds_its_rows_of_every_part() -> None:
