@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import Hybrid3DStrategy
@@ -24,16 +26,27 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = [sys.executable, "-m", "tests.distributed.launched_script"]
 
 
-def start(command: list[str], timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def launch(command: list[str], **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         command,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
-        check=False,
     )
+
+
+def end(process: subprocess.Popen[str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def start(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return end(launch(command, **environment))
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +82,43 @@ def test_ranks_of_a_script_share_the_model(how: str, whole_norm: float) -> None:
     assert "data 1 x tensor 1 x pipeline 2" in result.stdout + result.stderr
 
 
-def test_fork_hands_the_whole_weights_back(whole_norm: float) -> None:
+def torchrun_agent(node: int, port: int) -> dict[str, Any]:
+    run = f"-m torch.distributed.run --nnodes=2 --nproc_per_node=1 --node_rank={node} --master_addr=127.0.0.1"
+    return {"command": [sys.executable, *run.split(), f"--master_port={port}", "-m", *SCRIPT[2:], "popen"]}
+
+
+def slurm_task(node: int, port: int) -> dict[str, Any]:
+    """What ``srun`` sets for one of two tasks on two nodes."""
+    numbers = {"NTASKS": 2, "NTASKS_PER_NODE": 1, "NNODES": 2, "PROCID": node, "NODEID": node, "LOCALID": 0}
+    task = {f"SLURM_{name}": str(value) for name, value in numbers.items()}
+    task |= {"SLURM_JOB_NAME": "train", "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {"command": [*SCRIPT, "popen"], **task}
+
+
+@pytest.mark.parametrize("of_node", [torchrun_agent, slurm_task])
+def test_two_nodes(of_node: Callable[[int, int], dict[str, Any]], whole_norm: float) -> None:
+    """Both on this machine; each would wait for the other until its timeout if ranks were counted wrongly."""
+    port = free_port()
+    results = [end(process) for process in [launch(**of_node(node, port), NUM_NODES="2") for node in range(2)]]
+    assert [result.returncode for result in results] == [0, 0], [result.stderr[-2000:] for result in results]
+    norms = [held_norms(result.stdout) for result in results]
+    assert [len(found) for found in norms] == [1, 1]
+    assert sum(norms[0] + norms[1]) == pytest.approx(whole_norm, rel=1e-6)
+
+
+def test_fork_hands_back_what_a_script_would_have(whole_norm: float, tmp_path: Path) -> None:
     L.seed_everything(0, verbose=False)
-    module = make_module_of_script()
+    module, best = make_module_of_script(), ModelCheckpoint(monitor="train_loss", every_n_train_steps=1, save_last=True)
     strategy = Hybrid3DStrategy(1, 1, 2, archive=None, start_method="fork")
-    trainer = L.Trainer(devices=2, strategy=strategy, max_steps=5, **QUIET)
+    options = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path}
+    trainer = L.Trainer(devices=2, strategy=strategy, max_steps=5, callbacks=[best], **options)
     trainer.fit(module, DataLoader(ROWS, batch_size=8, shuffle=False))
     assert float(sum(p.detach().double().norm() for p in module.parameters())) == pytest.approx(whole_norm, rel=1e-6)
-    assert trainer.global_step == 0 or trainer.global_step == 5  # Lightning's launcher does not hand loops back
-    assert "train_loss" in trainer.callback_metrics
+    assert (trainer.global_step, trainer.current_epoch) == (5, 2)  # as in one process
+    assert best.best_model_score is not None
+    assert best.best_model_score <= trainer.callback_metrics["train_loss"]
+    assert Path(best.best_model_path).is_file()
+    assert Path(best.last_model_path).is_file()
     for name in ("MASTER_PORT", "MASTER_ADDR", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
 
