@@ -215,7 +215,7 @@ SYSTEMS: dict[str, Callable[[], None]] = {
         f"hybrid3d:{n}": partial(pipeline, n) for n in ("1F1B", "Eager1F1B", "Interleaved1F1B", "ZBVZeroBubble", "auto")
     },
     **{f"lightning-{kind}": partial(lightning, kind) for kind in ("ddp", "fsdp2", "tp")},
-    "hybrid3d:data": partial(hybrid, data_parallel_size=2, reshard_after_forward=False),
+    "hybrid3d:data": partial(hybrid, data_parallel_size=2, replicate_size=2),
     "hybrid3d:sharded": partial(hybrid, data_parallel_size=2),
     "hybrid3d:tensor": partial(hybrid, tensor_parallel_size=2, tp_plan=TP_PLAN, loss_parallel=True),
 }

@@ -65,7 +65,8 @@ def refuse_wide_optimizers(optimizer: Optimizer, layout: Layout) -> None:
         if any(isinstance(p, DTensor) for p in group["params"]) and _update_differs(optimizer, group, by="rows"):
             raise UnsupportedError(
                 f"{name} updates a matrix as a whole, but ranks hold shards of its parameters. {_REMEDY}, or keep"
-                f" matrices whole: data_parallel_size=1 and tensor_parallel_size=1, with a pipeline (now: {layout})."
+                " matrices whole: replicate_size equal to data_parallel_size without another degree, or a pipeline with"
+                f" data_parallel_size=1 and tensor_parallel_size=1 (now: {layout})."
             )
 
 

@@ -1,7 +1,7 @@
 """THE recipe: how one LightningModule becomes this rank's part of a 3D-parallel one, in order.
 
 synchronise -> plan the tensor split and check it -> cut into stages -> fill weights built on the meta device
--> split tensors -> move -> shard
+-> split tensors -> move -> shard or replicate
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lightning_hybrid.pipeline.predict import chain_of
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.stage import Cut
 from lightning_hybrid.randomness import SHARES
+from lightning_hybrid.replication import Replication, replicates_only
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.sharding import ShardedRoot, apply_sharding
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
@@ -108,6 +109,7 @@ class Part:
     stages: StageMap | None
     root: ShardedRoot | None
     keys: StateKeys
+    replication: Replication | None = None
 
 
 def parallelize(
@@ -178,7 +180,10 @@ def parallelize(
     for unit in held if layout.tensor_parallel_size > 1 else ():
         unit.register_forward_hook(lambda *_: SHARES.close())  # where no row-wise layer did
     apply_per_block(held, **settings.per_block)
-    if (shard_mesh := data_mesh(mesh, of_one=settings.cpu_offload)) is not None:
+    replication = None
+    if replicates_only(layout, module) and not settings.cpu_offload:
+        replication = Replication(module, axis_group(mesh, "data_parallel")) if device.type != "meta" else None
+    elif (shard_mesh := data_mesh(mesh, of_one=settings.cpu_offload)) is not None:
         reshard = settings.reshard_after_forward
         reshard = layout.pipeline_parallel_size == 1 if reshard is None else reshard
         root = apply_sharding(
@@ -191,7 +196,7 @@ def parallelize(
             cpu_offload=settings.cpu_offload,
             is_pipelined=cut is not None,
         )
-    return Part(plan=plan, cut=cut, facts=facts, stages=stages, root=root, keys=keys)
+    return Part(plan=plan, cut=cut, facts=facts, stages=stages, root=root, keys=keys, replication=replication)
 
 
 def _plan_split(

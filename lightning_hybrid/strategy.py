@@ -435,6 +435,11 @@ class Hybrid3DStrategy(EvaluationHooks):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._part is not None and self._part.replication is not None:
+            self._part.replication.prepare(closure_loss)
+
+    @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         ended: list[Any] = []
 
@@ -454,6 +459,10 @@ class Hybrid3DStrategy(EvaluationHooks):
     def block_backward_sync(self) -> Generator[None, None, None]:
         if self._pipeline is not None:  # the schedule reduces once a batch by itself
             yield
+            return
+        if self._part is not None and self._part.replication is not None:
+            with self._part.replication.paused():
+                yield
             return
         set_gradient_sync(self._root, False)
         try:
