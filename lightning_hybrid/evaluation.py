@@ -28,7 +28,7 @@ from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from lightning_hybrid.mesh import axis_group
 from lightning_hybrid.quiet import quiet_step
 
-__all__ = ["EvaluationHooks", "EvenSteps", "EvenTraining", "refuse_too_few_samples"]
+__all__ = ["EvaluationHooks", "EvenSteps", "EvenTraining", "evaluate_by_no_grad", "refuse_too_few_samples"]
 
 
 class EvenSteps:
@@ -105,19 +105,36 @@ _TRAINING_REMEDY = (
 )
 
 
-def refuse_too_few_samples(loaders: Any, data_parallel_size: int) -> None:
-    """Refuse to predict on fewer samples than data ranks, each of which must have a batch to run.
+def refuse_too_few_samples(source: Any, data_parallel_size: int) -> None:
+    """Have the predict loop's ``source`` of loaders refuse fewer samples than data ranks, which each must have a batch.
+
+    It is asked once, later: the loaders may be those of a hook, which must not be called twice.
 
     Raises:
-        ConfigurationError: on every rank, where the loaders can be looked at beforehand.
+        ConfigurationError: then, on every rank, where the loaders can be looked at beforehand.
     """
-    for loader in tree_leaves(loaders):
-        size = sized_len(loader.dataset) if isinstance(loader, DataLoader) else None
-        if size is not None and size < data_parallel_size:
-            raise ConfigurationError(
-                f"predict has {size} samples for data_parallel_size={data_parallel_size}, and each data rank must"
-                f" have at least one. Use data_parallel_size={max(size, 1)} or less."
-            )
+
+    def asked() -> Any:
+        del source.dataloader
+        for loader in tree_leaves(loaders := source.dataloader()):
+            size = sized_len(loader.dataset) if isinstance(loader, DataLoader) else None
+            if size is not None and size < data_parallel_size:
+                raise ConfigurationError(
+                    f"predict has {size} samples for data_parallel_size={data_parallel_size}, and each data rank must"
+                    f" have at least one. Use data_parallel_size={max(size, 1)} or less."
+                )
+        return loaders
+
+    source.dataloader = asked
+
+
+def evaluate_by_no_grad(trainer: Any) -> None:
+    """Have all loops evaluate under ``no_grad``, as Lightning does by itself on gloo and for its ``FSDPStrategy``.
+
+    Weights that are gathered under ``inference_mode`` (its default on NCCL) cannot be gathered in training any more.
+    """
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False
 
 
 def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:

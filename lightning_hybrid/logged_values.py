@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_sum
 
+from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.pipeline.hollow import refuse_hollow
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine
 
@@ -62,7 +64,8 @@ class LogRecorder:
     def combined(self, losses: Sequence[MicrobatchLoss]) -> list[tuple[str, Any, dict[str, Any]]]:
         """Return one ``(name, value, options)`` per name, in the order of the first calls.
 
-        Values are combined as losses are (a weighted mean), except where the user's ``reduce_fx`` says sum, min or max.
+        Values are combined as losses are (a weighted mean). Where the user's ``reduce_fx`` says sum, min or max, so are
+        values other than the loss: what is logged so is taken for a number of a sample or of all of them.
         An explicit ``batch_size`` is the sum over micro-batches. A torchmetrics object is passed by its name.
         """
         return [(name, _combine(entry, losses), _options(entry)) for name, entry in self._logged.items()]
@@ -73,24 +76,20 @@ def _combine(entry: _Logged, losses: Sequence[MicrobatchLoss]) -> Any:
     refuse_hollow("A value given to self.log", tree_leaves(list(entry.values.values())))
     if isinstance(first, Metric):
         return first
-    if isinstance(first, dict):
-        return {
-            key: _reduce([(losses[i], v[key]) for i, v in entry.values.items()], entry.options.get("reduce_fx", "mean"))
-            for key in first
-        }
     return _reduce([(losses[i], v) for i, v in entry.values.items()], entry.options.get("reduce_fx", "mean"))
 
 
 def _reduce(pairs: Sequence[tuple[MicrobatchLoss, Any]], reduce_fx: Any) -> Tensor:
+    losses = [loss for loss, _ in pairs]
     values = [torch.as_tensor(value).detach() for _, value in pairs]
+    if all(value.data_ptr() == loss.value.data_ptr() for loss, value in zip(losses, values, strict=True)):
+        return combine(values, losses)  # whatever is done with losses of batches
     values = [value if value.is_floating_point() else value.float() for value in values]
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
     if name in ("sum", "min", "max"):
         reduced: Tensor = getattr(torch.stack(values), name)()
         return reduced
-    losses = [loss for loss, _ in pairs]
-    is_loss = all(value.data_ptr() == loss.value.data_ptr() for loss, value in zip(losses, values, strict=True))
-    if losses[0].rule == "sum" and not is_loss:  # the loss adds up, other values are still means
+    if losses[0].rule == "sum":  # the loss adds up, other values are still means
         return torch.stack(values).mean()
     return combine(values, losses)
 
@@ -132,10 +131,39 @@ class MetricMirror:
     def __init__(self, module: nn.Module) -> None:
         self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
         self._counts: dict[str, tuple[int, dict[str, int]]] = {}
+        self._sums: dict[str, dict[str, Tensor]] = {}
 
     def before(self) -> None:
         """Note where the metrics stand before a step."""
         self._counts = {name: (m._update_count, _lengths(m)) for name, m in self._metrics.items()}
+        self._sums = {name: _sums(m) for name, m in self._metrics.items()}
+
+    def value_of_batch(self, metric: Any) -> Any:
+        """Return what ``metric(...)`` of the whole batch would have returned, where a step called it several times.
+
+        Raises:
+            UnsupportedError: if the states do not add up, so that the batch's part of them cannot be told.
+        """
+        count, lengths = self._counts[name := self.name_of(metric)]
+        if metric._update_count - count < 2 or metric._forward_cache is None:
+            return metric._forward_cache
+        states, sums = {s: getattr(metric, s) for s in metric._defaults}, self._sums[name]
+        if unknown := [state for state in states if state not in lengths and state not in sums]:
+            raise UnsupportedError(
+                f"self.log of the metric {name} with on_step=True: its value for a batch cannot be told from those of"
+                f" micro-batches, since its {', '.join(unknown)} does not add up. Log it with on_step=False,"
+                " on_epoch=True, or use pipeline_parallel_size=1."
+            )
+        kept = metric._computed, metric._to_sync
+        try:
+            for state, value in states.items():
+                setattr(metric, state, value[lengths[state] :] if state in lengths else value - sums[state])
+            metric._computed, metric._to_sync = None, metric.dist_sync_on_step
+            return metric.compute()
+        finally:
+            metric._computed, metric._to_sync = kept
+            for state, value in states.items():
+                setattr(metric, state, value)
 
     def changes(self) -> dict[str, dict[str, Any]]:
         """Return what the step changed; of list states only what was appended."""
@@ -169,6 +197,11 @@ class MetricMirror:
     def get(self, name: str) -> Metric:
         """Return the metric of that name."""
         return self._metrics[name]
+
+
+def _sums(metric: Metric) -> dict[str, Tensor]:
+    sums = (state for state, reduction in metric._reductions.items() if reduction is dim_zero_sum)
+    return {state: getattr(metric, state).clone() for state in sums if isinstance(getattr(metric, state), Tensor)}
 
 
 def _lengths(metric: Metric) -> dict[str, int]:

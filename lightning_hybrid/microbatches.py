@@ -67,9 +67,9 @@ class BatchSplitter:
     """Cuts the batches of one loader, and remembers which of their tensors have a row per sample."""
 
     def __init__(self, unbatched: Collection[str] | None = None, *, only_stacks: bool = False) -> None:
-        """``unbatched`` names tensors that are not cut; ``only_stacks``: the loader uses torch's default collate."""
+        """``unbatched`` names tensors that are not cut; ``only_stacks``: the loaders use torch's default collate."""
         self._unbatched = unbatched
-        self._only_stacks = only_stacks
+        self.only_stacks = only_stacks
         self._has_rows: dict[str, bool] = {}
 
     def split(self, batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
@@ -122,7 +122,7 @@ class BatchSplitter:
         _refuse_offsets(tensors, size)
         for name, leaf in leaves.items():
             _refuse_opaque(name, leaf)
-        ambiguous = None if self._only_stacks else _coincidence(tensors, size)
+        ambiguous = None if self.only_stacks else _coincidence(tensors, size)
         rows = {}
         for name, leaf in leaves.items():
             said = None if self._unbatched is None else {name, name.split(".")[-1]}.isdisjoint(self._unbatched)

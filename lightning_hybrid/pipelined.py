@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
 
 from lightning_hybrid.data import checksum
 from lightning_hybrid.errors import PipelineError, UnsupportedError
 from lightning_hybrid.gradients import GradientLedger
+from lightning_hybrid.kept_values import KeptValues
 from lightning_hybrid.logged_values import LogRecorder, MetricMirror, merge_outputs, without_large_tensors
 from lightning_hybrid.microbatches import BatchSplitter
 from lightning_hybrid.pipeline.activations import look_of
@@ -65,7 +67,7 @@ class PipelinedStep:
         self._device, self._probe, self._sync_tied = device, probe, sync_tied
         self.facts: dict[Any, StepFacts] = {}
         self._ledger = GradientLedger(module.parameters())
-        self._metrics = MetricMirror(module)
+        self._metrics, self._kept = MetricMirror(module), KeptValues(module)
         self._last_rank = spec.rank_of_stage(rank.num_stages - 1, rank.num_ranks)
         self._quiet, self._gather, self._whole_batch_loss = quiet, gather, whole_batch_loss
         self._regathers = regathers
@@ -105,6 +107,7 @@ class PipelinedStep:
         self._ledger.open()
         set_gradient_sync(self._root, False)
         self._metrics.before()
+        self._kept.before()
         self._message: dict[str, Any] | None = None
         self._rank.run(self._actions(len(parts)), inputs)
         message = self._received()
@@ -134,6 +137,7 @@ class PipelinedStep:
         )
         self._num_steps += 1
         self._metrics.before()
+        self._kept.before()
         self._message = None
         table = self._spec.forward_only(self._rank.num_ranks, 1, self._stages_per_rank)
         self._rank.run(table[self._rank.rank], inputs)
@@ -206,7 +210,7 @@ class PipelinedStep:
         total = sum(loss.weight for loss in losses)
         reference = self._rank.reference
         by_sum = losses[0].rule == "sum"
-        logged = [(n, _name_metric(v, self._metrics), o) for n, v, o in recorder.combined(losses)]
+        logged = [(n, self._named(v, o), o) for n, v, o in recorder.combined(losses)]
         message = {
             "batch": self._checksum,
             "output": merged,
@@ -214,6 +218,7 @@ class PipelinedStep:
             "scale": reference if by_sum else reference / total if total else 1.0,
             "logged": logged,
             "metrics": self._metrics.changes(),
+            "kept": self._kept.changes(rows=losses[0].rule == "batch"),
         }
         self._say(losses)
         self._message = message
@@ -221,10 +226,19 @@ class PipelinedStep:
             message if full else {**message, "output": without_large_tensors(merged)}, self._device
         )
 
+    def _named(self, value: Any, options: dict[str, Any]) -> Any:
+        """A metric by its name, with the whole batch's value where that is logged."""
+        if not isinstance(value, Metric):
+            return value
+        if options.get("on_step") is not False:
+            value._forward_cache = self._metrics.value_of_batch(value)
+        return self._metrics.name_of(value)
+
     def _received(self) -> dict[str, Any]:
         if self._message is None:
             self._message = self._rank.channels.receive_report(self._last_rank, self._device)
             self._metrics.apply(self._message["metrics"])
+            self._kept.apply(self._message["kept"])
             if repr(self._message["batch"]) != repr(self._checksum):
                 raise PipelineError(
                     f"Stages of one pipeline read different batches: this rank has {self._checksum[:2]}, the last stage"
@@ -256,7 +270,3 @@ class PipelinedStep:
 
 #: The weight of a batch that was not cut.
 _WHOLE = MicrobatchLoss(value=torch.zeros(()), weight=1.0, rule="batch")
-
-
-def _name_metric(value: Any, metrics: MetricMirror) -> Any:
-    return value if isinstance(value, (Tensor, dict)) else metrics.name_of(value)

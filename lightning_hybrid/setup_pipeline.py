@@ -166,9 +166,10 @@ class PipelineSetup:
         """Parameters of this rank that live on several pipeline ranks, and on how many."""
         return {parameter: len(ranks) for ranks, found in self._tied.items() for parameter in found}
 
-    def restore_loader_states(self) -> None:
+    def start_training(self) -> None:
         """Hand a checkpoint's loader states to loaders that were set up before they were restored."""
         loop = self._trainer.fit_loop
+        self._look_at(loop._combined_loader)  # the run may have been set up along a batch of validation
         if loop._combined_loader_states_to_load:
             loop._load_combined_loader_states()
             iter(loop._data_fetcher)
@@ -219,8 +220,7 @@ class PipelineSetup:
                 " pipeline_parallel_size=1 and tensor_parallel_size=1."
             )
         if name == "training_step":
-            stacks = all(uses_default_collate(loader) for loader in combined.flattened)
-            self._splitter = BatchSplitter(self._strategy.settings.unbatched, only_stacks=stacks)
+            self._look_at(combined)
             self._num_samples = first_batch_size(combined.flattened[0]) if len(combined.flattened) == 1 else None
             firsts = [peek_first_batch(loader) for loader in combined.flattened]
             self._check_sizes(firsts)
@@ -229,6 +229,9 @@ class PipelineSetup:
         rest = (0, 0) if len(combined.flattened) > 1 else (0,)
         takes_index = is_param_in_hook_signature(getattr(self._module, name), "batch_idx", min_args=2)
         return name, peek_first_batch(combined.flattened[0]), rest if takes_index else ()
+
+    def _look_at(self, combined: Any) -> None:
+        self._splitter.only_stacks = all(uses_default_collate(loader) for loader in combined.flattened)
 
     def _check_sizes(self, batches: list[Any]) -> None:
         """Refuse loaders of different batch sizes: only the first one's samples would be cut into micro-batches."""

@@ -27,7 +27,7 @@ from lightning_hybrid.choose import check_run, choose_layout
 from lightning_hybrid.clock import Clock
 from lightning_hybrid.data import make_peekable, same_worker_seeds
 from lightning_hybrid.describe import describe_run, layout_table, memory_table
-from lightning_hybrid.evaluation import EvaluationHooks, refuse_too_few_samples
+from lightning_hybrid.evaluation import EvaluationHooks, evaluate_by_no_grad, refuse_too_few_samples
 from lightning_hybrid.gradients import zeroes_unseen
 from lightning_hybrid.launchers import HybridMultiProcessingLauncher
 from lightning_hybrid.layout import Coordinate, Layout
@@ -296,10 +296,12 @@ class Hybrid3DStrategy(EvaluationHooks):
         if self.layout.data_parallel_size == 1:  # all ranks read the user's own sampler, in one order
             trainer._accelerator_connector.use_distributed_sampler = False
         elif trainer.state.fn == TrainerFn.PREDICTING:
-            refuse_too_few_samples(trainer.predict_loop._data_source.instance, self.layout.data_parallel_size)
+            refuse_too_few_samples(trainer.predict_loop._data_source, self.layout.data_parallel_size)
         self._synchronise_randomness()
         if self._part is None or self._module_of_part is not self.lightning_module:
             self._parallelize(trainer)
+        if self._root is not None:
+            evaluate_by_no_grad(trainer)
         self.model_to_device()
         self._hook_precision()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -381,7 +383,7 @@ class Hybrid3DStrategy(EvaluationHooks):
     @override
     def on_train_start(self) -> None:
         if self._pipeline is not None:
-            self._pipeline.restore_loader_states()
+            self._pipeline.start_training()
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,7 +83,9 @@ class Channels:
 
     def report(self, message: Any, device: torch.device) -> None:
         """Send a small object to all other ranks of the pipeline, without waiting for them."""
-        payload = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8).to(device)
+        buffer = io.BytesIO()
+        torch.save(message, buffer)
+        payload = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(device)
         size = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
         for rank in self._ranks:
             if rank != dist.get_rank():
@@ -98,7 +100,8 @@ class Channels:
         dist.recv(size, self._ranks[source], group=self._group, tag=_REPORT_TAG)
         payload = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
         dist.recv(payload, self._ranks[source], group=self._group, tag=_REPORT_TAG)
-        return pickle.loads(payload.cpu().numpy().tobytes())
+        here = {f"cuda:{index}": str(device) for index in range(torch.cuda.device_count())}  # not the sender's device
+        return torch.load(io.BytesIO(payload.cpu().numpy().tobytes()), map_location=here, weights_only=False)
 
     def flush(self) -> None:
         """Wait until everything sent has left."""
