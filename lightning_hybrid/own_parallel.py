@@ -23,6 +23,7 @@ __all__ = ["check_own", "is_parallel", "synchronise_own"]
 _LEFT_ALONE = {
     "tp_plan": None,
     "loss_parallel": False,
+    "sequence_parallel": False,
     "reshard_after_forward": None,
     "cpu_offload": False,
     "activation_checkpointing": "none",

@@ -131,11 +131,13 @@ LAYOUTS = {
 }
 
 
-def build_trainer(name: str, folder: Path, schedule: str = "1F1B", **options: Any) -> L.Trainer:
+def build_trainer(
+    name: str, folder: Path, schedule: str = "1F1B", shards_itself: bool = False, **options: Any
+) -> L.Trainer:
     degrees = LAYOUTS[name]
     strategy: Any = "auto"
     if name != "plain":
-        plan = PLAN if degrees.tensor_parallel_size > 1 else None
+        plan = PLAN if degrees.tensor_parallel_size > 1 and not shards_itself else None
         strategy = Hybrid3DStrategy(**vars(degrees), tp_plan=plan, schedule=schedule, archive=None)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     fixed = {"accelerator": "cpu", "use_distributed_sampler": False, **quiet}
@@ -148,7 +150,8 @@ def train(
 ) -> None:
     """Train to the end of epoch ``epochs`` (three steps each) and save."""
     tied = options.pop("tied", False)
-    trainer = build_trainer(name, folder, max_epochs=epochs, limit_val_batches=0, **options)
+    options = {**options, "shards_itself": kind is Own, "max_epochs": epochs, "limit_val_batches": 0}
+    trainer = build_trainer(name, folder, **options)
     trainer.fit(kind(tied=tied), loader(3, rank, LAYOUTS[name]), ckpt_path=start)
     trainer.save_checkpoint(folder / out)
 
