@@ -31,6 +31,7 @@ from lightning_hybrid.evaluation import EvaluationHooks, evaluate_by_no_grad, re
 from lightning_hybrid.gradients import zeroes_unseen
 from lightning_hybrid.launchers import HybridMultiProcessingLauncher
 from lightning_hybrid.layout import Coordinate, Layout
+from lightning_hybrid.lightning_callbacks import adapt_callbacks
 from lightning_hybrid.mesh import axis_group, build_mesh
 from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value, global_grad_norm
 from lightning_hybrid.parallelize import parallelize
@@ -277,6 +278,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         self._mesh = build_mesh(self.layout, self.root_device.type)
         self._clock = Clock(self.root_device)
         assert self.lightning_module is not None
+        adapt_callbacks(self, self.lightning_module)
         self.lightning_module._device_mesh = self._mesh  # what a configure_model for ModelParallelStrategy reads
 
     @contextmanager
@@ -347,8 +349,7 @@ class Hybrid3DStrategy(EvaluationHooks):
     def _hook_precision(self) -> None:
         """Clipping goes by one norm over all axes, whoever calls it."""
         plugin: Any = self.precision_plugin
-        plugin.clip_grad_by_norm = self._clip_by_norm
-        plugin.clip_grad_by_value = self._clip_by_value
+        plugin.clip_grad_by_norm, plugin.clip_grad_by_value = self._clip_by_norm, self._clip_by_value
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
@@ -361,10 +362,9 @@ class Hybrid3DStrategy(EvaluationHooks):
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """See :func:`lightning_hybrid.grad_norm`."""
-        assert self.lightning_module is not None
+        module: Any = self.lightning_module
         with self._clock.mark("SYNC"):
-            parameters = self.lightning_module.parameters()
-            return global_grad_norm(parameters, mesh=self._mesh, norm_type=norm_type, copies=self._copies)
+            return global_grad_norm(module.parameters(), mesh=self._mesh, norm_type=norm_type, copies=self._copies)
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_value(self.precision_plugin.main_params(optimizer), float(clip_val))
