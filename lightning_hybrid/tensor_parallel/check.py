@@ -31,6 +31,7 @@ from lightning_hybrid.tensor_parallel.draws import wrong_draws
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, layers_joined
 from lightning_hybrid.tensor_parallel.sequence import call_whole
 from lightning_hybrid.tensor_parallel.styles import joined_rows
+from lightning_hybrid.tensor_parallel.together import FailedElsewhere, together
 
 __all__ = [
     "BlockCheck",
@@ -152,7 +153,7 @@ def try_block(
             part = _sum_gradients(part, "", found.partial)
             found = _check_one(whole, mesh, part, is_compiled)
     except Exception as error:
-        return part, f"fails when split ({type(error).__name__}: {str(error).partition(chr(10))[0][:100]})"
+        return part, f"fails when split ({_said(error).partition(chr(10))[0][:120]})"
     return part, f"differs when split: {found.wrong[0]}" if found.wrong else found.draws
 
 
@@ -269,7 +270,7 @@ class WholeBlock:
 
 def check_block(whole: WholeBlock, split: nn.Module, mesh: DeviceMesh) -> BlockCheck:
     """Compare a split copy of ``whole.fresh``, which is used up: gradients are left behind."""
-    found, dtype = _run(split, *whole.arguments()), whole.dtype
+    found, dtype = together(lambda: _run(split, *whole.arguments()), mesh.get_group(), mesh.device_type), whole.dtype
     tolerance = _TOLERANCE.get(dtype, 1e-3)
     gradients, partial = {}, set()
     shares, orders = dict(split.named_parameters()), joined_rows(split)
@@ -302,7 +303,7 @@ def _check_one(whole: WholeBlock, mesh: DeviceMesh, part: TensorParallelPlan, is
     found = check_block(whole, split, mesh)
     if found.wrong:
         return found
-    problem = wrong_draws(copy.deepcopy(whole.fresh), split, *whole.arguments(), is_compiled=is_compiled)
+    problem = wrong_draws(copy.deepcopy(whole.fresh), split, whole.arguments(), mesh, is_compiled=is_compiled)
     return replace(found, draws=problem or "")
 
 
@@ -393,6 +394,10 @@ def _split_layers(name: str, part: TensorParallelPlan) -> str:
     return ", ".join(f"{name}.{entry.name}: {entry.style_name}" for entry in part.split)
 
 
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, FailedElsewhere) else f"{type(error).__name__}: {error}"
+
+
 _REMEDY = (
     "Usual causes: head sizes computed from the model's width (x.shape[-1] // num_heads; use view(..., -1, head_dim)"
     " instead), or one linear for query, key and value (or for gate and up), which cannot be cut contiguously. Keep"
@@ -407,7 +412,7 @@ _DRAW_REMEDY = 'Keep the layers around it "whole" in tp_plan, set that dropout t
 def _fails(name: str, part: TensorParallelPlan, error: Exception) -> str:
     return (
         f"The block {name!r} fails when it is split over {part.tensor_parallel_size} ranks"
-        f" ({type(error).__name__}: {error}). Split are {_split_layers(name, part)}. {_REMEDY}"
+        f" ({_said(error)}). Split are {_split_layers(name, part)}. {_REMEDY}"
     )
 
 

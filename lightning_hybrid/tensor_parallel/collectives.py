@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.gloo import reduce_scatter
+from lightning_hybrid.tensor_parallel.together import agree_first
 
 __all__ = [
     "JoinedRows",
@@ -123,6 +124,7 @@ def _join(x: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
     num_shares, dim = dist.get_world_size(group), dim % x.dim()
     x = _padded(x, dim, share_bounds(size, num_shares, 0)[1])  # behind the last row, where it is cut off again
     shares = x.new_empty((num_shares * x.shape[0], *x.shape[1:]))  # gloo insists on this shape
+    agree_first(group)
     dist.all_gather_single(shares, x.contiguous(), group=group)
     joined = shares.view(num_shares, *x.shape).movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
     # Not a view: users may change outputs (logits) in place, which autograd refuses for a function's view.
@@ -134,6 +136,7 @@ def _sum_and_keep(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     step = share_bounds(size, num_shares, 0)[1]
     shares = _padded(x, dim, num_shares * step).unflatten(dim, (num_shares, step)).movedim(dim, 0).contiguous()
     own = torch.empty_like(shares[0])
+    agree_first(group)
     reduce_scatter(own, shares, group)
     start, end = share_bounds(size, num_shares, dist.get_rank(group))
     return own if end - start == step else own.narrow(dim, 0, end - start).clone()
@@ -162,6 +165,7 @@ class _EnterSplit(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # A copy: autograd may hand the same gradient tensor to another consumer, which must not see the sum.
         grad = grad.clone(memory_format=torch.contiguous_format)
+        agree_first(ctx.group)
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 
@@ -171,6 +175,7 @@ class _LeavePartial(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         # Not in place: selective recomputation keeps the product before, and would sum it once more.
         total = x.detach().clone(memory_format=torch.contiguous_format)
+        agree_first(group)
         dist.all_reduce(total, group=group)
         return total
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid.randomness import SHARES, random_mark
 from lightning_hybrid.tensor_parallel.sequence import call_whole
+from lightning_hybrid.tensor_parallel.together import together
 
 __all__ = ["wrong_draws"]
 
@@ -53,16 +55,17 @@ class _Draws(TorchDispatchMode):
         return out
 
 
-def wrong_draws(whole: nn.Module, split: nn.Module, args: Any, kwargs: Any, *, is_compiled: bool) -> str | None:
-    """Say what is drawn wrongly by a split block, in words; ``None`` if nothing is.
+def wrong_draws(whole: nn.Module, split: nn.Module, call: Any, mesh: DeviceMesh, *, is_compiled: bool) -> str | None:
+    """Say what is drawn wrongly by a block that is split over ``mesh``, in words; ``None`` if nothing is. A collective.
 
     Nothing is said of blocks that draw differently often when they are split, or do not run alone in training mode.
     ``is_compiled``: the block will be compiled, and compiled code draws everything from one stream.
     """
     with torch.random.fork_rng():
         try:
-            expected = _draws_of(whole, args, kwargs)
-            found = _draws_of(split, args, kwargs) if expected else []
+            expected, found = _draws_of(whole, *call), list[_Draw]()
+            if expected:
+                found = together(lambda: _draws_of(split, *call), mesh.get_group(), mesh.device_type)
         except Exception as error:
             logger.debug("The draws of %s could not be seen: %s: %s", type(whole).__name__, type(error).__name__, error)
             return None

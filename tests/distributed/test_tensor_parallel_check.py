@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_hybrid.tensor_parallel.check as check_module
@@ -143,6 +144,49 @@ def test_a_row_wise_layer_left_out_is_refused(run_ranks: Ranks) -> None:
     def rank(rank: int) -> None:
         with pytest.raises(ConfigurationError, match=r"blocks.0' fails .* cannot be multiplied"):
             check(build_gpt().float(), plan, 2, {"blocks.0": ((hidden(),), {})})
+
+    run_ranks(2, rank)
+
+
+class FailsOnOneRank(nn.Module):
+    """Raises on tensor rank 1 only, where its peer goes on to the sum of the row-wise layer."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when, self.qkv, self.o = when, nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.qkv(x))
+        if hidden.shape[-1] < 64 and dist.get_rank() == 1:
+            if self.when == "forward":
+                raise ValueError("odd share")
+            if hidden.requires_grad:
+                hidden.register_hook(self.fail)
+        if self.when == "training" and self.training and dist.get_rank() == 1 and hidden.shape[-1] < 64:
+            raise ValueError("odd share")
+        out: Tensor = self.o(nn.functional.dropout(hidden, 0.5, self.training))
+        return out
+
+    def fail(self, gradient: Tensor) -> None:
+        if self.when == "backward":
+            raise ValueError("odd share")
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_block_that_fails_on_one_rank_is_refused_on_all(run_ranks: Ranks, when: str) -> None:
+    def rank(rank: int) -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            check(nn.ModuleList([FailsOnOneRank(when)]), BLOCK_PLAN, 2, {"0": ((hidden(),), {})})
+        return str(caught.value)
+
+    first, second = run_ranks(2, rank)
+    assert first == second
+    assert "The block '0' fails when it is split over 2 ranks (ValueError: odd share)" in first
+
+
+def test_a_block_whose_draws_cannot_be_seen_on_one_rank_passes_on_all(run_ranks: Ranks) -> None:
+    def rank(rank: int) -> None:
+        check(nn.ModuleList([FailsOnOneRank("training")]), BLOCK_PLAN, 2, {"0": ((hidden(),), {})})
 
     run_ranks(2, rank)
 
