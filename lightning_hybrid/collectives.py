@@ -1,7 +1,13 @@
-"""What a strategy's collectives mean with several axes: values go over the data axis, decisions over the world."""
+"""What a strategy's collectives mean with several axes: values go over the data axis, decisions over the world.
+
+Inside of a pipelined step, all of them go over the data axis: other stages do not run a step to its end, and the ranks
+of the data axis do whatever this rank does (so ``trainer.log_dir`` in a step, which is a broadcast, does not hang).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.mesh import axis_group
 
 __all__ = ["AxisCollectives"]
@@ -25,6 +32,32 @@ class AxisCollectives(ParallelStrategy):
     """The part of the strategy that talks between ranks."""
 
     _mesh: DeviceMesh | None = None
+    _apart = False
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Around a step of the user's, in which other stages are elsewhere."""
+        self._apart, before = True, self._apart
+        try:
+            yield
+        finally:
+            self._apart = before
+
+    def refuse_apart(self, what: str) -> None:
+        """Refuse what needs all ranks where they do not all come.
+
+        Raises:
+            UnsupportedError: inside of a pipelined step.
+        """
+        if self._apart:
+            raise UnsupportedError(
+                f"{what} inside of a step needs all ranks, but with a pipeline only the last stage runs a step to its"
+                " end. Do it in a hook, such as on_train_batch_end, or use pipeline_parallel_size=1."
+            )
+
+    @property
+    def _all_here(self) -> Any:
+        return axis_group(self.device_mesh, "data_parallel") if self._apart else None
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -43,14 +76,16 @@ class AxisCollectives(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         if _distributed_is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+            dist.barrier(
+                self._all_here, device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None
+            )
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not _distributed_is_initialized():
             return obj
-        carrier = [obj]
-        dist.broadcast_object_list(carrier, src)
+        carrier, group = [obj], self._all_here
+        dist.broadcast_object_list(carrier, src if group is None else dist.get_global_rank(group, 0), group=group)
         return carrier[0]
 
     @override
@@ -78,5 +113,5 @@ class AxisCollectives(ParallelStrategy):
         if not _distributed_is_initialized():
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == dist.get_world_size()) if all else bool(votes > 0)
+        dist.all_reduce(votes, group=self._all_here)
+        return bool(votes == dist.get_world_size(self._all_here)) if all else bool(votes > 0)

@@ -51,13 +51,15 @@ class PipelinedStep:
         probe: Callable[[str, Any, tuple[Any, ...]], StepFacts],
         sync_tied: Callable[[], None],
         quiet: Callable[[], AbstractContextManager[None]],
+        apart: Callable[[], AbstractContextManager[None]],
         gather: Callable[[Any], list[Any]],
         regathers: bool,
         whole_batch_loss: bool,
     ) -> None:
         """``probe(name, microbatch, rest)`` learns the facts of a kind of step the first time it runs.
 
-        Within ``quiet()`` the module's steps leave no trace; ``gather`` returns what every rank of the world gives.
+        Within ``quiet()`` the module's steps leave no trace, within ``apart()`` they have no collectives with other
+        stages; ``gather`` returns what every rank of the world gives.
         ``regathers``: sharded weights are freed after each forward.
         """
         self._module, self._root, self._rank, self._spec = module, root, rank, spec
@@ -69,7 +71,7 @@ class PipelinedStep:
         self._ledger = GradientLedger(module.parameters())
         self._metrics, self._kept = MetricMirror(module), KeptValues(module)
         self._last_rank = spec.rank_of_stage(rank.num_stages - 1, rank.num_ranks)
-        self._quiet, self._gather, self._whole_batch_loss = quiet, gather, whole_batch_loss
+        self._quiet, self._apart, self._gather, self._whole_batch_loss = quiet, apart, gather, whole_batch_loss
         self._regathers = regathers
         self._said, self._checkable, self._num_trained = False, True, 0
         self._checksum: tuple[Any, ...] = ()
@@ -173,7 +175,7 @@ class PipelinedStep:
         rehearsal = Rehearsal(
             rank=self._rank,
             facts=facts,
-            step=lambda piece: joined(run_on(self._module.training_step, piece, *rest)),
+            step=lambda piece: self._run("training_step", piece, rest),
             whole=whole,
             parts=parts,
             sizes=part_sizes,
@@ -199,6 +201,10 @@ class PipelinedStep:
     def _one(self, name: str, recorder: LogRecorder, index: int, part: Any, rest: tuple[Any, ...]) -> Any:
         self._start_microbatch(self._num_steps, index)
         with recorder.recording(self._module, index):
+            return self._run(name, part, rest)
+
+    def _run(self, name: str, part: Any, rest: tuple[Any, ...]) -> Any:
+        with self._apart():
             return joined(run_on(getattr(self._module, name), part, *rest))
 
     def _report(

@@ -155,6 +155,7 @@ class PipelineSetup:
             probe=lambda name, batch, rest: call_inside(part.root, lambda: self._probe(name, batch, rest)),
             sync_tied=self._sync_tied,
             quiet=lambda: quiet_step(self._module, self._trainer, set()),
+            apart=strategy.apart,
             gather=strategy.all_gather_object,
             regathers=part.root is not None and bool(strategy.settings.reshard_after_forward),
             whole_batch_loss=strategy.settings.whole_batch_loss,
@@ -257,7 +258,8 @@ class PipelineSetup:
     def _probe(self, name: str, part: Any, rest: tuple[Any, ...]) -> StepFacts:
         assert self._cut is not None
         untouched = {inner for block in self._cut.blocks() for inner in block.modules()}
-        with quiet_step(self._module, self._trainer, untouched), self._trainer.precision_plugin.forward_context():
+        forward = self._trainer.precision_plugin.forward_context()
+        with quiet_step(self._module, self._trainer, untouched), forward, self._strategy.apart():
             try:
                 facts = self._cut.probe(
                     lambda: run_on(getattr(self._module, name), part, *rest), trains=name == "training_step"

@@ -63,6 +63,7 @@ class CheckpointHooks(AxisCollectives):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state, on rank 0; a collective."""
+        self.refuse_apart("trainer.save_checkpoint, or the whole module's state,")
         assert self.lightning_module is not None
         return gather_model_state(self.lightning_module, self._keys, self._mesh)
 

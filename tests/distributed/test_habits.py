@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.collectives import AxisCollectives
 from lightning_hybrid.errors import PipelineError, UnsupportedError
 from tests.distributed.equality import ONE_PROCESS, QUIET, Trace, assert_equal, trace
 from tests.distributed.zoo import Classifier, Lit, labelled_rows, mlp
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 PP2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 ROWS = labelled_rows((12,))
@@ -238,6 +240,48 @@ def test_a_gather_in_the_step_does_not_wait_for_other_stages(data: int) -> None:
     found = run_ranks(2 * data, train, {**PP2, "data_parallel_size": data, "num_microbatches": 2})
     assert_equal(expected, found)
     assert found[0].metrics["mean"] == pytest.approx(expected.metrics["mean"], rel=1e-4)
+
+
+class Asks(Lit):
+    """Collectives that are not meant for the last stage alone, before and after the part that it runs alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        assert self.trainer.log_dir == "somewhere"
+        loss = F.cross_entropy(self.model(batch["x"]), batch["y"])
+        assert strategy.broadcast(batch_idx) == batch_idx
+        strategy.barrier()
+        assert strategy.reduce_boolean_decision(True)
+        assert not strategy.reduce_boolean_decision(self.global_rank == -1, all=False)
+        return loss
+
+
+class Saves(Asks):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.trainer.save_checkpoint("in_step.ckpt")
+        return loss
+
+
+def ask(rank: int, kind: type[Lit], data: int, sabotage: bool = False) -> int:
+    if sabotage:
+        pytest.MonkeyPatch().setattr(AxisCollectives, "apart", lambda self: nullcontext())
+    strategy = Hybrid3DStrategy(data, 1, 2, num_microbatches=2, archive=None, schedule="1F1B")
+    options = {**QUIET, "max_epochs": 1, "default_root_dir": "somewhere"}
+    trainer = L.Trainer(devices=2 * data, strategy=strategy, **options)
+    trainer.fit(kind(Net()), DataLoader(ROWS, batch_size=4))
+    return trainer.global_step
+
+
+def test_collectives_in_a_step_do_not_wait_for_other_stages() -> None:
+    assert run_ranks(4, ask, Asks, 2, timeout=60) == [2] * 4
+    with pytest.raises(UnsupportedError, match=r"save_checkpoint.*hook, such as on_train_batch_end"):
+        run_ranks(2, ask, Saves, 1)
+
+
+def test_wrong_variant_collectives_over_all_stages_are_seen() -> None:
+    with pytest.raises((RankError, RuntimeError, AssertionError)):
+        run_ranks(2, ask, Asks, 1, True, timeout=6)
 
 
 COLLECTED: list[Tensor] = []
