@@ -124,7 +124,7 @@ def _predicted(
         found = f"{type(error).__name__}: {error}"
     everywhere = strategy.all_gather_object(found)
     if failed := [each for each in everywhere if isinstance(each, str)]:
-        return spec, f"no prediction, since a block did not run alone ({failed[0]})"
+        return spec, f"no prediction, since blocks cannot be timed one by one, which steps do not need ({failed[0]})"
     transfers = strategy.all_gather_object(time_transfer(everywhere[0][1], group, device))
     times = average(times for times, _ in everywhere)
     forecasts = predict(

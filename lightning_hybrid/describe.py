@@ -88,11 +88,11 @@ def layout_table(
     if layout.pipeline_parallel_size > 1:
         head += " (rank 0 holds the last stage: the loss and the logging are there)"
     lines = [head, *_stage_lines({k: v for row in rows for k, v in row["holds"]["stages"].items()})]
-    lines.append("  rank  pipeline  data  tensor   parameters  holds")
+    lines.append("  rank  data  tensor   parameters  holds")  # the pipeline coordinate, which runs backwards, says less
     for row in rows:
         held = row["holds"]
         lines.append(
-            f"  {held['rank']:>4}  {held['pipeline']:>8}  {held['data']:>4}  {held['tensor']:>6}"
+            f"  {held['rank']:>4}  {held['data']:>4}  {held['tensor']:>6}"
             f"  {held['num_parameters']:>11,}  {_holds(held['stages'], layout)}"
         )
     return "\n".join([*lines, *_tensor_lines(plan)])

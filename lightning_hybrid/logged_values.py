@@ -7,6 +7,7 @@ alike everywhere.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,12 @@ from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.pipeline.hollow import refuse_hollow
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine
 
-__all__ = ["LogRecorder", "MetricMirror", "merge_outputs"]
+__all__ = ["LogRecorder", "MetricMirror", "merge_outputs", "no_advice_to_synchronise"]
+
+
+def no_advice_to_synchronise() -> None:
+    """Lightning advises ``sync_dist=True`` where there is a process group; with one data rank all values are equal."""
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
 
 
 @dataclass(kw_only=True)

@@ -32,6 +32,7 @@ from lightning_hybrid.gradients import zeroes_unseen
 from lightning_hybrid.launchers import HybridMultiProcessingLauncher
 from lightning_hybrid.layout import Coordinate, Layout
 from lightning_hybrid.lightning_callbacks import adapt_callbacks
+from lightning_hybrid.logged_values import no_advice_to_synchronise
 from lightning_hybrid.mesh import axis_group, build_mesh
 from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value, global_grad_norm
 from lightning_hybrid.parallelize import parallelize
@@ -297,6 +298,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         self.precision_plugin.convert_module(self.lightning_module)
         if self.layout.data_parallel_size == 1:  # all ranks read the user's own sampler, in one order
             trainer._accelerator_connector.use_distributed_sampler = False
+            no_advice_to_synchronise()
         elif trainer.state.fn == TrainerFn.PREDICTING:
             refuse_too_few_samples(trainer.predict_loop._data_source, self.layout.data_parallel_size)
         self._synchronise_randomness()

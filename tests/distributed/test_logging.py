@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
@@ -154,7 +157,12 @@ def log(rank: int, strategy: Any, triple: tuple[int, int, int], sabotage: str = 
     trainer = L.Trainer(devices=math.prod(triple), strategy=strategy, **options)
     data = rank if isinstance(strategy, str) else strategy.coordinate.data
     loaders = [sharded(rows, triple[0], data, 4) for rows in (ROWS, ROWS[:8], ROWS[8:])]
-    trainer.fit(Logs(), loaders[0], loaders[1:])
+    result.warning_cache.clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(Logs(), loaders[0], loaders[1:])
+    advised = any("It is recommended to use `self.log(" in str(warning.message) for warning in said)
+    assert rank or advised == (triple[0] > 1 or isinstance(trainer.strategy, DDPStrategy))  # not where values are equal
     numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert rank or math.isfinite(numbers["of_rank_zero"])
     rows = [(step, {name: float(row[name]) for name in row if name != "of_rank_zero"}) for step, row in kept.rows]
