@@ -209,6 +209,22 @@ class EvaluationHooks(CheckpointHooks):
     def _end_even(self) -> None:
         self._even = None
 
+    def _not_skipped(self, output: Any) -> Any:
+        """Return what a training step returned.
+
+        Raises:
+            UnsupportedError: if that skips the batch, which other data ranks need not do: they would wait.
+        """
+        module: Any = self.lightning_module
+        number = self.layout.data_parallel_size
+        if output is None and module.automatic_optimization and number > 1:
+            raise UnsupportedError(
+                f"training_step returned None on rank {self.global_rank}, which skips the batch, but all {number} data"
+                " ranks average their gradients. Return the loss times 0, leave such samples out in the dataset, or use"
+                " data_parallel_size=1."
+            )
+        return output
+
     def _check_even_training(self) -> None:
         """To be called before each training step."""
         assert self.lightning_module is not None

@@ -50,11 +50,12 @@ def refuse_wide_optimizers(optimizer: Optimizer, layout: Layout) -> None:
     Raises:
         UnsupportedError: with the optimizer's name and the way out. The same on all ranks.
     """
-    name, is_split = type(optimizer).__name__, layout.world_size > layout.data_parallel_size
-    if is_split and isinstance(optimizer, torch.optim.LBFGS):
+    name = type(optimizer).__name__
+    if layout.world_size > 1 and isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
-            "LBFGS takes products over all parameters at once, but each rank holds a part of them. Use SGD, AdamW or"
-            f" another optimizer that works by element, or data parallelism only (now: {layout})."
+            "LBFGS takes products over all parameters at once, and looks at the loss to see how far to step, but each"
+            " rank holds a part of them or has a loss of its own. Use SGD, AdamW or another optimizer that works by"
+            f" element, or one device (now: {layout})."
         )
     for group in optimizer.param_groups:
         if layout.pipeline_parallel_size > 1 and _update_differs(optimizer, group, by="parameter"):

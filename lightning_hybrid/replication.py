@@ -15,7 +15,9 @@ import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.layout import Layout
 
 __all__ = ["Replication", "replicates_only"]
@@ -35,15 +37,32 @@ class Replication:
         self._module, self._group = module, group
         self._known: set[nn.Parameter] = set()
         self._reducer: DistributedDataParallel | None = None
+        self._num_backwards = 0
+        self._stepped: dict[Optimizer, int] = {}
         self._learn()
 
     def prepare(self, loss: Tensor) -> None:
         """Before each backward from ``loss``: what it reaches is averaged, what no rank's reaches has no gradient."""
+        self._num_backwards += 1
         self._learn()
         if self._reducer is not None:
             with warnings.catch_warnings():  # it finds every parameter used: nothing to tell a user
                 warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
                 prepare_for_backward(self._reducer, loss)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Before each update: have its gradients been averaged?
+
+        Raises:
+            UnsupportedError: if none of the backwards since the optimizer's last update was announced.
+        """
+        if self._stepped.get(optimizer) == self._num_backwards or not self._num_backwards:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} would step without a self.manual_backward(loss) since its last step: the"
+                " replicas' gradients are not averaged, as they are not after loss.backward() or torch.autograd.grad."
+                " Use self.manual_backward(loss), or data_parallel_size=1."
+            )
+        self._stepped[optimizer] = self._num_backwards
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -403,7 +403,7 @@ class Hybrid3DStrategy(EvaluationHooks):
             if self._pipeline is not None:
                 return self._pipeline.step.train(*args, **kwargs)
             with self._clock.mark("F", 0, 0):
-                return self._inside("training_step", *args, **kwargs)
+                return self._not_skipped(self._inside("training_step", *args, **kwargs))
 
     @override
     def _run_step(self, name: str, *args: Any, quiet: bool = False, **kwargs: Any) -> Any:
@@ -449,6 +449,8 @@ class Hybrid3DStrategy(EvaluationHooks):
 
         def timed() -> Any:
             result = closure()
+            if self._part is not None and self._part.replication is not None:
+                self._part.replication.check(optimizer)
             ended[:] = [self._clock.now()]
             return result
 

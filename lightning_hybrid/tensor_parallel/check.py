@@ -22,11 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.snapshots import as_it_is
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
+from lightning_hybrid.tensor_parallel.beside import copied, run_with_beside
 from lightning_hybrid.tensor_parallel.draws import wrong_draws
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, layers_joined
 from lightning_hybrid.tensor_parallel.sequence import call_whole
@@ -57,6 +59,9 @@ _MASKED = 1e30
 #: Bytes in fp32 of the largest block that is run: every rank of a host holds about five times as much meanwhile.
 _LARGEST = 2**30
 
+#: In words: what can be seen of a call beside its output.
+_BESIDE = "what it keeps in attributes or buffers, or shows to hooks,"
+
 _LAYER_NUMBER = re.compile(r"(idx|index|number|layer|layer_id|block_id)$")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -68,6 +73,8 @@ class BlockCheck:
 
     output: float
     """Relative error of the outputs."""
+    beside: float = 0.0
+    """Relative error of what else can be seen of a call (:mod:`beside`)."""
     inputs: float
     """Relative error of the gradients of the inputs."""
     gradients: Mapping[str, float]
@@ -81,7 +88,7 @@ class BlockCheck:
     @property
     def wrong(self) -> list[str]:
         """What differs, in words; empty if all agree."""
-        named = {"its output": self.output, "the gradient of its input": self.inputs}
+        named = {"its output": self.output, _BESIDE: self.beside, "the gradient of its input": self.inputs}
         named |= {f"the gradient of {name}": error for name, error in self.gradients.items()}
         return [f"{name} (by {error:.2g})" for name, error in named.items() if not error <= self.tolerance]
 
@@ -228,7 +235,7 @@ def kind_of(block: nn.Module) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeBlock:
-    """One block with random weights, in ``eval`` mode, and what it computes: what every split of it must compute."""
+    """One block with random weights, without dropout, and what it computes: what every split of it must compute."""
 
     fresh: nn.Module
     """As it was before it ran."""
@@ -236,6 +243,8 @@ class WholeBlock:
     """A copy that ran; it holds the gradients of the parameters."""
     call: Call
     outputs: Tensor
+    beside: Tensor
+    """What else can be seen, as one vector."""
     inputs: Tensor
     """Gradients of the inputs, as one vector."""
 
@@ -248,14 +257,14 @@ class WholeBlock:
         """
         own = next(block.parameters()).dtype
         for dtype in dict.fromkeys((torch.float32, own)):
-            fresh = random_weights(copy.deepcopy(block).to(dtype)).eval()
+            fresh = _without_dropout(random_weights(copied(block).to(dtype)))
             ran = copy.deepcopy(fresh)
             try:
-                outputs, inputs = _run(ran, *random_call(call, dtype))
+                outputs, beside, inputs = _run(ran, *random_call(call, dtype))
             except Exception as error:  # flash attention knows no fp32
                 reason = error
                 continue
-            return cls(fresh=fresh, ran=ran, call=call, outputs=outputs, inputs=inputs)
+            return cls(fresh=fresh, ran=ran, call=call, outputs=outputs, beside=beside, inputs=inputs)
         raise DoesNotRun(f"the block did not run alone ({reason})")
 
     @property
@@ -290,7 +299,8 @@ def check_block(whole: WholeBlock, split: nn.Module, mesh: DeviceMesh) -> BlockC
         gradients[name] = error
     return BlockCheck(
         output=_agree(_relative(found[0], whole.outputs), mesh),
-        inputs=_agree(_relative(found[1], whole.inputs), mesh),
+        beside=_agree(_relative(found[1], whole.beside), mesh),
+        inputs=_agree(_relative(found[2], whole.inputs), mesh),
         gradients=gradients,
         partial=frozenset(partial),
         tolerance=tolerance,
@@ -318,6 +328,15 @@ def random_weights(block: nn.Module) -> nn.Module:
     return block
 
 
+def _without_dropout(block: nn.Module) -> nn.Module:
+    """In ``eval`` mode, but for the batch norms that train: their statistics are over all tokens."""
+    averaging = [part for part in block.modules() if isinstance(part, _BatchNorm) and part.training]
+    block.eval()
+    for part in averaging:
+        part.train()
+    return block
+
+
 def random_call(call: Any, dtype: torch.dtype) -> Any:
     """Arguments like those of ``call``, with random hidden states that require a gradient; the same on all ranks."""
     generator = torch.Generator().manual_seed(1)
@@ -334,20 +353,19 @@ def random_call(call: Any, dtype: torch.dtype) -> Any:
     return tree_map(prepare, call)
 
 
-def _run(block: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Outputs and gradients of inputs, each as one vector; gradients of parameters are left in the block."""
+def _run(block: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, what else is seen, and gradients of inputs, each as a vector; those of parameters are in the block."""
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
     for x in inputs:
         x.grad = None
     device = inputs[0].device.type if inputs else "cpu"
     with torch.enable_grad(), torch.autocast(device, enabled=False):
-        result = call_whole(block, args, kwargs)
-        results = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()]
-        outputs = [x for x in results if x.requires_grad]
+        results, beside = run_with_beside(block, lambda: call_whole(block, args, kwargs))
+        outputs = [x for x in (*results, *beside) if x.requires_grad]
         generator = torch.Generator().manual_seed(2)
         torch.autograd.backward(outputs, [torch.randn(x.shape, generator=generator).to(x) for x in outputs])
     # Also what needs no gradient: a bias of zeros for this rank's heads only would travel on to the next block.
-    return _vector(results), _vector([x.grad for x in inputs if x.grad is not None])
+    return _vector(results), _vector(beside), _vector([x.grad for x in inputs if x.grad is not None])
 
 
 def _vector(tensors: list[Tensor]) -> Tensor:

@@ -19,7 +19,6 @@ head (a position bias ``[1, heads, L, L]``) is cut to this rank's heads and join
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel.attention import cuts_a_head, why_not_split
+from lightning_hybrid.tensor_parallel.beside import copied
 from lightning_hybrid.tensor_parallel.check import (
     Call,
     WholeBlock,
@@ -314,7 +314,7 @@ def find_groups(block: nn.Module, call: Call) -> list[Group]:
     Raises:
         Exception: whatever the block raises on the arguments of ``call``.
     """
-    block = random_weights(copy.deepcopy(block).float()).eval()
+    block = random_weights(copied(block).float()).eval()
     args, kwargs = random_call(call, torch.float32)
     seen: dict[str, list[tuple[Any, Any, Any]]] = {}
     for name, child in block.named_modules():

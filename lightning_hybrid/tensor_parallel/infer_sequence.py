@@ -78,6 +78,8 @@ def _infer_block(
         return part, f"it does not run alone ({type(error).__name__}: {str(error).partition(chr(10))[0][:100]})"
     if look is None:
         return part, "its output has the shape of none of its arguments"
+    if look.shape[look.region.dim] < 2:
+        return part, f"the first batch has one token (hidden states of {list(look.shape)}), which shows nothing"
     first = ""
     for level, are_summed in itertools.product(_LEVELS, (True, False)):
         tried = _with_sides(block, part, look, level, are_summed)

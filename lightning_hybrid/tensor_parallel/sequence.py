@@ -77,6 +77,23 @@ class _Carried:
     local: Tensor
     size: int
 
+    def __getattr__(self, name: str) -> Any:
+        """What a hook on the block asks of its hidden states."""
+        raise _HookedError(_HOOKED)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UnsupportedError(_HOOKED)
+
+
+class _HookedError(UnsupportedError, AttributeError):
+    """For ``hasattr``, by which torch looks for tensors, an attribute that is not there."""
+
+
+_HOOKED = (
+    "A hook on a block (or output_hidden_states=True of a Hugging Face model, which uses one) got hidden states that"
+    " are split over the sequence. Take them from what the block returns, or use sequence_parallel=False."
+)
 
 register_pytree_node(
     _Carried,

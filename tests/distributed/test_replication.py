@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.replication import Replication
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.distributed.test_sharding_options import ROWS, LitUneven
 from tests.ranks import run_ranks
 
 REPLICAS = {"data_parallel_size": 2, "replicate_size": 2}
+SHARDS = {"data_parallel_size": 2}
 
 
 class LitByRank(LitUneven):
@@ -111,8 +113,54 @@ def test_what_no_rank_uses_has_no_gradient_and_nothing_is_a_shard() -> None:
     assert run_ranks(2, look) == [(True, False)] * 2
 
 
+class LitBackward(LitManual):
+    """Its backward is torch's own, of which nobody hears."""
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class LitSkips(LitUneven):
+    """One data rank skips a batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return None if self.global_rank == 1 else super().training_step(batch, batch_idx)
+
+
+class LitLBFGS(LitUneven):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+REFUSED = {
+    LitBackward: "SGD would step without a self.manual_backward",
+    LitSkips: "returned None on rank 1, which skips .* all 2 data ranks",
+    LitLBFGS: "LBFGS .* or one device",
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "degrees"), [*((make, REPLICAS) for make in REFUSED), (LitSkips, SHARDS), (LitLBFGS, SHARDS)]
+)
+def test_what_ranks_would_do_each_in_its_own_way_is_refused(make: Any, degrees: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=REFUSED[make]):
+        run_ranks(2, run, degrees, make, None, {})
+
+
+def test_wrong_variant_replicas_that_nobody_averages_go_apart() -> None:
+    def unchecked() -> None:
+        Replication.check = lambda self, optimizer: None  # type: ignore[method-assign]
+
+    with must_differ():
+        expected = run_ranks(1, run, ONE_PROCESS, LitManual, None, {})[0]
+        assert_equal(expected, run_ranks(2, run, REPLICAS, LitBackward, unchecked, {}))
+
+
 def never_prepared() -> None:
-    Replication.prepare = lambda self, loss: None  # type: ignore[method-assign]
+    def only_counted(self: Replication, loss: Tensor) -> None:
+        self._num_backwards += 1
+
+    Replication.prepare = only_counted  # type: ignore[method-assign]
 
 
 def unfrozen_unseen() -> None:
