@@ -19,6 +19,7 @@ __all__ = [
     "first_batch_size",
     "make_peekable",
     "peek_first_batch",
+    "restore_loader_states",
     "same_worker_seeds",
     "uses_default_collate",
 ]
@@ -123,6 +124,15 @@ def peek_first_batch(loader: Any) -> Any:
         return iterator.peek()
     except StopIteration:
         raise ValueError("The data loader is empty, so there is no batch along which the step could be cut.") from None
+
+
+def restore_loader_states(module: Any) -> None:
+    """Hand a checkpoint's states to training loaders that were set up, for a look, before the checkpoint was read."""
+    fit_loop = module.trainer.fit_loop
+    if states := fit_loop._combined_loader_states_to_load:
+        fit_loop._combined_loader._load_state_dicts(states)  # Lightning's own method does so before this point only
+        fit_loop._combined_loader_states_to_load = []
+        iter(fit_loop._data_fetcher)
 
 
 def same_worker_seeds(loader: Any, data_rank: int) -> None:

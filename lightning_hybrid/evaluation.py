@@ -128,12 +128,13 @@ def refuse_too_few_samples(source: Any, data_parallel_size: int) -> None:
     source.dataloader = asked
 
 
-def evaluate_by_no_grad(trainer: Any) -> None:
-    """Have all loops evaluate under ``no_grad``, as Lightning does by itself on gloo and for its ``FSDPStrategy``.
+def evaluate_by_no_grad(trainer: Any, root: Any) -> None:
+    """Where weights are sharded, below ``root``, have all loops evaluate under ``no_grad``, as they do on gloo.
 
     Weights that are gathered under ``inference_mode`` (its default on NCCL) cannot be gathered in training any more.
     """
-    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for loop in loops if root is not None else ():
         loop.inference_mode = False
 
 

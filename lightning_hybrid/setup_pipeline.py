@@ -168,12 +168,8 @@ class PipelineSetup:
         return {parameter: len(ranks) for ranks, found in self._tied.items() for parameter in found}
 
     def start_training(self) -> None:
-        """Hand a checkpoint's loader states to loaders that were set up before they were restored."""
-        loop = self._trainer.fit_loop
-        self._look_at(loop._combined_loader)  # the run may have been set up along a batch of validation
-        if loop._combined_loader_states_to_load:
-            loop._load_combined_loader_states()
-            iter(loop._data_fetcher)
+        """Look at the training loaders: the run may have been set up along a batch of validation."""
+        self._look_at(self._trainer.fit_loop._combined_loader)
 
     # ---- the first batch ------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_hybrid.choose import check_run, choose_layout
 from lightning_hybrid.clock import Clock
-from lightning_hybrid.data import make_peekable, same_worker_seeds
+from lightning_hybrid.data import make_peekable, restore_loader_states, same_worker_seeds
 from lightning_hybrid.describe import describe_run, layout_table, memory_table
 from lightning_hybrid.evaluation import EvaluationHooks, evaluate_by_no_grad, refuse_too_few_samples
 from lightning_hybrid.gradients import zeroes_unseen
@@ -304,8 +304,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         self._synchronise_randomness()
         if self._part is None or self._module_of_part is not self.lightning_module:
             self._parallelize(trainer)
-        if self._root is not None:
-            evaluate_by_no_grad(trainer)
+        evaluate_by_no_grad(trainer, self._root)
         self.model_to_device()
         self._hook_precision()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -384,6 +383,7 @@ class Hybrid3DStrategy(EvaluationHooks):
 
     @override
     def on_train_start(self) -> None:
+        restore_loader_states(self.lightning_module)
         if self._pipeline is not None:
             self._pipeline.start_training()
 

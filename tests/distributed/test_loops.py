@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -10,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.loops import utilities as of_loops
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid import strategy as strategy_module
@@ -39,7 +41,7 @@ def evaluate_then_train(rank: int, triple: tuple[int, int, int], sabotage: bool 
     patch = pytest.MonkeyPatch()
     patch.setattr(of_loops, "_distributed_is_initialized", lambda: False)  # chosen as on NCCL, not by gloo's name
     if sabotage:
-        patch.setattr(strategy_module, "evaluate_by_no_grad", lambda trainer: None)
+        patch.setattr(strategy_module, "evaluate_by_no_grad", lambda *_: None)
     module, trainer = Modes(triple[0]), trainer_of(triple)
     trainer.validate(module, verbose=False)
     trainer.fit(module)
@@ -126,3 +128,65 @@ def test_validating_first_with_as_many_rows_as_features() -> None:
 
     (expected,) = run_ranks(1, run, (1, 1, 1))
     assert run_ranks(2, run, (1, 1, 2)) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+class Stateful:
+    """A loader that goes on where its saved state says, as torchdata's do."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < len(ROWS) // 4:
+            self.position += 1
+            yield default_collate(ROWS[4 * self.position - 4 : 4 * self.position])
+        self.position = 0
+
+    def __len__(self) -> int:
+        return len(ROWS) // 4
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Goes(Loops):
+    example_input_array = torch.zeros(2, 12)  # for the summary, which runs the model with it
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.model(x)
+        return out
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(batch["x"][0, 0]))
+
+
+def resume(rank: int, triple: tuple[int, int, int], folder: Path) -> tuple[list[float], list[float]]:
+    path, seen = folder / f"{triple}.ckpt", []
+    for max_steps, ckpt_path in [(2, None), (4, path)]:
+        options = {
+            **QUIET,
+            "max_epochs": 2,
+            "max_steps": max_steps,
+            "limit_val_batches": 0,
+            "enable_model_summary": True,
+        }
+        trainer = trainer_of(triple, **options) if math.prod(triple) > 1 else L.Trainer(**options)
+        trainer.fit(module := Goes(), Stateful(), ckpt_path=ckpt_path)
+        if ckpt_path is None:
+            trainer.save_checkpoint(path)
+        seen.append(module.seen)
+    return seen[0], seen[1]
+
+
+def test_a_stateful_loader_goes_on_where_it_was(tmp_path: Path) -> None:
+    (expected,) = run_ranks(1, resume, (1, 1, 1), tmp_path)
+    assert [*expected[0], *expected[1]] == [float(row["x"][0]) for row in ROWS[::4]]  # on from the saved position
+    for triple in [(1, 1, 2), (1, 2, 1)]:
+        assert run_ranks(2, resume, triple, tmp_path) == [expected] * 2
