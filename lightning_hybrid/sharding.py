@@ -157,13 +157,24 @@ def shards_explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
+        known = {"mixed torch.Tensor and DTensor": _OUTSIDE, "setStorage": _FREED}
+        explained = next((words for sign, words in known.items() if sign in str(error)), None)
+        if explained is None:
             raise
-        raise UnsupportedError(
-            "The step computes with parameters of a block outside of the block's call, where a rank holds its shard"
-            " only (a penalty over self.parameters()?). Use the optimizer's weight_decay, add the penalty in the"
-            f" blocks' forward, or use data_parallel_size=1 and tensor_parallel_size=1. {error}"
-        ) from error
+        raise UnsupportedError(f"{explained} {error}") from error
+
+
+_REPLICAS = "keep whole replicas (replicate_size equal to data_parallel_size, without another degree)"
+_OUTSIDE = (
+    "The step computes with parameters of a block outside of the block's call, where a rank holds its shard only: a"
+    " penalty over self.parameters()? Use the optimizer's weight_decay, add the penalty in the blocks' forward, or use"
+    " data_parallel_size=1 and tensor_parallel_size=1. Or a forward after a backward of the same step (manual"
+    f" optimization), which has let parameters go? Add the losses and call one backward, or {_REPLICAS}."
+)
+_FREED = (
+    "A backward went through a block whose gathered parameters were let go already: a second one through the same graph"
+    f" (retain_graph=True)? Add the losses and call one backward, or {_REPLICAS}."
+)
 
 
 def reshard(root: ShardedRoot | None) -> None:

@@ -353,9 +353,10 @@ class Hybrid3DStrategy(EvaluationHooks):
         plugin.clip_grad_by_norm, plugin.clip_grad_by_value = self._clip_by_norm, self._clip_by_value
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        parameters = list(self.precision_plugin.main_params(optimizer))
         with self._clock.mark("SYNC"):  # the norm needs all stages: those that are done wait here
-            clip_grad_norm(parameters, float(clip_val), mesh=self._mesh, copies=self._copies)
+            clip_grad_norm(
+                self.precision_plugin.main_params(optimizer), float(clip_val), mesh=self._mesh, copies=self._copies
+            )
 
     @property
     def _copies(self) -> dict[Parameter, int]:
@@ -416,8 +417,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         return output
 
     def _inside(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self.lightning_module
-        return call_inside(self._root, lambda: joined(getattr(module, name)(*args, **kwargs)))
+        return call_inside(self._root, lambda: joined(getattr(self.lightning_module, name)(*args, **kwargs)))
 
     @property
     def _root(self) -> ShardedRoot | None:
@@ -433,9 +433,7 @@ class Hybrid3DStrategy(EvaluationHooks):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self._pipeline is not None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        with self._clock.mark("B", 0, 0), shards_explained():
+        with nullcontext() if self._pipeline is not None else self._clock.mark("B", 0, 0), shards_explained():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override

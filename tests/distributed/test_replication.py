@@ -132,19 +132,50 @@ class LitLBFGS(LitUneven):
         return torch.optim.LBFGS(self.parameters())
 
 
+class LitTwoBackwards(LitManual):
+    """Shards are let go in the first one."""
+
+    keeps_graph = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.manual_backward(loss, retain_graph=self.keeps_graph)
+        self.manual_backward(loss if self.keeps_graph else self.loss(batch))
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"loss": loss.detach()}
+
+
+class LitTwiceThroughOneGraph(LitTwoBackwards):
+    keeps_graph = True
+
+
 REFUSED = {
+    LitTwoBackwards: "forward after a backward of the same step .* or keep whole replicas",
+    LitTwiceThroughOneGraph: "second one through the same graph .* or keep whole replicas",
     LitBackward: "SGD would step without a self.manual_backward",
     LitSkips: "returned None on rank 1, which skips .* all 2 data ranks",
     LitLBFGS: "LBFGS .* or one device",
 }
 
 
+ON_SHARDS = (LitSkips, LitLBFGS, LitTwoBackwards, LitTwiceThroughOneGraph)
+
+
 @pytest.mark.parametrize(
-    ("make", "degrees"), [*((make, REPLICAS) for make in REFUSED), (LitSkips, SHARDS), (LitLBFGS, SHARDS)]
+    ("make", "degrees"),
+    [*((make, REPLICAS) for make in (LitBackward, LitSkips, LitLBFGS)), *((make, SHARDS) for make in ON_SHARDS)],
 )
 def test_what_ranks_would_do_each_in_its_own_way_is_refused(make: Any, degrees: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=REFUSED[make]):
         run_ranks(2, run, degrees, make, None, {})
+
+
+@pytest.mark.parametrize("make", [LitTwoBackwards, LitTwiceThroughOneGraph])
+def test_several_backwards_in_a_step_equal_one_process(make: Any) -> None:
+    expected = run_ranks(1, run, ONE_PROCESS, make, None, {})[0]
+    assert_equal(expected, run_ranks(2, run, REPLICAS, make, None, {}))
 
 
 def test_wrong_variant_replicas_that_nobody_averages_go_apart() -> None:
