@@ -149,7 +149,7 @@ def call_inside(root: ShardedRoot | None, function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def shards_explained() -> Iterator[None]:
-    """Around a step and its backward: say what torch's error means when a step computes with shards of parameters.
+    """Around a step and its backward: say what torch's errors about shards and replicas mean.
 
     Raises:
         UnsupportedError: in its place.
@@ -157,7 +157,11 @@ def shards_explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        known = {"mixed torch.Tensor and DTensor": _OUTSIDE, "setStorage": _FREED}
+        known = {
+            "mixed torch.Tensor and DTensor": _OUTSIDE,
+            "setStorage": _FREED,
+            "mark a variable ready only once": _REENTRANT,
+        }
         explained = next((words for sign, words in known.items() if sign in str(error)), None)
         if explained is None:
             raise
@@ -170,6 +174,10 @@ _OUTSIDE = (
     " penalty over self.parameters()? Use the optimizer's weight_decay, add the penalty in the blocks' forward, or use"
     " data_parallel_size=1 and tensor_parallel_size=1. Or a forward after a backward of the same step (manual"
     f" optimization), which has let parameters go? Add the losses and call one backward, or {_REPLICAS}."
+)
+_REENTRANT = (
+    "Replicas average each gradient once in a backward, but it came twice: torch.utils.checkpoint with"
+    " use_reentrant=True? Use checkpoint(..., use_reentrant=False), or the strategy's activation_checkpointing."
 )
 _FREED = (
     "A backward went through a block whose gathered parameters were let go already: a second one through the same graph"

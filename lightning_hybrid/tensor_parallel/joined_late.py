@@ -56,13 +56,24 @@ class JoinedLate(Tensor):
     def join(self) -> Tensor:
         """Return the whole tensor. A collective over the tensor ranks the first time."""
         if self._whole is None:
+            self._refuse_other_history()
             self._whole = join_shares(self._local, self.shape[self._dim], self._group, self._dim)
         return self._whole
 
     @property
     def share(self) -> Tensor | None:
         """This rank's share; ``None`` once the whole was joined, which may have been changed since."""
+        if self._whole is None:
+            self._refuse_other_history()
         return self._local if self._whole is None else None
+
+    def _refuse_other_history(self) -> None:
+        """Whoever returned it from an ``autograd.Function`` gave it a history that its share does not have."""
+        if self.requires_grad and not self._local.requires_grad:
+            raise UnsupportedError(
+                f"A torch.autograd.Function (torch.utils.checkpoint with use_reentrant=True?) returned {self.what} and"
+                f" its gradient would be lost. Use checkpoint(..., use_reentrant=False), or {self.remedy}."
+            )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

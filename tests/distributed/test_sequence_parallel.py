@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid import Hybrid3DStrategy, parallelize
-from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from lightning_hybrid.tensor_parallel import collectives, styles
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.distributed.test_matrix import assert_all_equal, even_rows, runs
@@ -86,6 +87,14 @@ class LitSkips(LitSequence):
             x += skips[-1].mean(1, keepdim=True)  # over all tokens, and in place
             x[:, 0].mul_(0.5)
         return x + torch.stack(skips[1:]).amax(0) + x.flip(1)
+
+
+class LitReentrant(LitSequence):
+    def hidden(self, batch: Tensor) -> Tensor:
+        x = self.embedding(batch)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
 
 
 class Seen(L.Callback):
@@ -200,6 +209,12 @@ def after_the_check(sabotage: Any) -> None:
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degrees", [on(2), {"data_parallel_size": 2, "replicate_size": 2}], ids=["tokens", "replicas"])
+def test_reentrant_checkpoints_are_refused(degrees: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="use_reentrant=False"):
+        run_ranks(2, run, degrees, LitReentrant)
 
 
 def test_what_is_refused() -> None:
