@@ -23,10 +23,11 @@ ROWS = labelled_rows((12,))  # 16
 
 
 class Touches(Classifier):
-    """Writes to the run by itself, on all ranks, as users do."""
+    """Writes to the run by itself, as users do: the config where there is one, a value on all ranks."""
 
     def setup(self, stage: str) -> None:
-        self.logger.experiment.config["in_setup"] = 2
+        if self.trainer.is_global_zero:
+            self.logger.experiment.config["in_setup"] = 2
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.logger.experiment.log({"own": float(self.global_step), "trainer/global_step": self.global_step})
@@ -40,7 +41,8 @@ def train(rank: int, folder: Path, start_method: str, runs: int) -> None:
             del os.environ[name]
     for number in range(runs):
         logger = WandbLogger(project="test", save_dir=folder, offline=True, id="mine", resume="allow")
-        logger.experiment.config.update({"at_the_top": 1}, allow_val_change=True)
+        if rank == 0:
+            logger.experiment.config.update({"at_the_top": 1}, allow_val_change=True)
         strategy = Hybrid3DStrategy(
             1, 1, 2, archive=None, start_method="popen" if start_method == "external" else start_method
         )
