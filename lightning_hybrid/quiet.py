@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
 from lightning_hybrid.randomness import random_state, restore_random_state
 
-__all__ = ["quiet_step"]
+__all__ = ["quiet_step", "stand_in_optimizers"]
 
 
 @contextmanager
@@ -37,6 +38,29 @@ def quiet_step(module: Any, trainer: Any, untouched: set[nn.Module]) -> Iterator
             part.__dict__.update(attributes)
             part._buffers.update(buffers)
         restore_random_state(rng)
+
+
+@contextmanager
+def stand_in_optimizers(module: Any, strategy: Any) -> Iterator[None]:
+    """Within the ``with`` block a step with manual optimization finds optimizers, which do nothing.
+
+    They are made by ``configure_optimizers`` before there are any, and forgotten afterwards.
+    """
+    if module.automatic_optimization:
+        yield
+        return
+    frozen = {parameter: parameter.requires_grad for parameter in module.parameters()}
+    strategy.optimizers, strategy.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+    for owner, name in ((module, "manual_backward"), (module, "clip_gradients"), (strategy, "optimizer_step")):
+        owner.__dict__[name] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for owner, name in ((module, "manual_backward"), (module, "clip_gradients"), (strategy, "optimizer_step")):
+            del owner.__dict__[name]
+        strategy._reset_optimizers_and_schedulers()
+        for parameter, requires_grad in frozen.items():  # toggle_optimizer changes it
+            parameter.requires_grad_(requires_grad)
 
 
 def _state_of(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

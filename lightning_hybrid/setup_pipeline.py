@@ -26,7 +26,7 @@ from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.stage import Cut
 from lightning_hybrid.pipeline.step import PipelineRank
 from lightning_hybrid.pipelined import PipelinedStep
-from lightning_hybrid.quiet import quiet_step
+from lightning_hybrid.quiet import quiet_step, stand_in_optimizers
 from lightning_hybrid.sharding import call_inside
 from lightning_hybrid.structure import map_leaves, outline_of, run_on
 from lightning_hybrid.tensor_parallel.check import record_calls
@@ -58,7 +58,11 @@ class PipelineSetup:
         name, batch, rest = self._first_batch()
         if (size := batch_size_of(batch)) > 2 and self._strategy.layout.pipeline_parallel_size > 1:
             batch, _ = self._splitter.split(batch, -(-size // 2))[0]
-        with quiet_step(self._module, self._trainer, set()), self._trainer.precision_plugin.forward_context():
+        quiet, context = (
+            quiet_step(self._module, self._trainer, set()),
+            self._trainer.precision_plugin.forward_context(),
+        )
+        with quiet, context, stand_in_optimizers(self._module, self._strategy):
             return record_calls(self._module, blocks, lambda: run_on(getattr(self._module, name), batch, *rest))
 
     def probe(self, cut: Cut) -> StepFacts:

@@ -26,10 +26,12 @@ from lightning_hybrid.lockstep import Lockstep
 __all__ = [
     "ShardedRoot",
     "apply_sharding",
+    "backward_of",
     "call_inside",
     "move_all_but_shards",
     "reduce_gradients",
     "reshard",
+    "reshard_inside",
     "set_gradient_sync",
     "shards_explained",
     "to_device",
@@ -42,10 +44,15 @@ class ShardedRoot(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.is_running = self.was_freed = False
 
     def forward(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` while the root unit's parameters are gathered."""
-        return function()
+        self.is_running = True
+        try:
+            return function()
+        finally:
+            self.is_running = False
 
 
 def apply_sharding(
@@ -87,6 +94,8 @@ def apply_sharding(
     if dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo":
         for unit in (*units, root):
             exchange_directly(unit)  # type: ignore[arg-type]  # fully_shard has made it one
+    for part in {held._module_info.module for held in _sharded(root)}:
+        part.register_forward_pre_hook(lambda *_: _gather_again(root))
     if group.size() > 1:
         Lockstep(root, units, group, is_pipelined=is_pipelined, reshard=reshard)
     return root
@@ -144,7 +153,13 @@ def _shared_parameters(module: nn.Module) -> set[int]:
 def call_inside(root: ShardedRoot | None, function: Callable[[], Any]) -> Any:
     """Run ``function`` inside of the root's call; without sharding there is no root."""
     with shards_explained():
-        return function() if root is None else root(function)
+        if root is None:
+            return function()
+        output = root(function)
+        if root.was_freed:
+            root.was_freed = False
+            reshard(root)
+        return output
 
 
 @contextmanager
@@ -183,6 +198,49 @@ _FREED = (
     "A backward went through a block whose gathered parameters were let go already: a second one through the same graph"
     f" (retain_graph=True)? Add the losses and call one backward, or {_REPLICAS}."
 )
+
+
+@contextmanager
+def backward_of(root: ShardedRoot | None, loss: Tensor) -> Iterator[None]:
+    """Around a backward: see :func:`shards_explained`, and the note below.
+
+    [Note: backward inside of the step]
+    With manual optimization backwards and updates run inside of the root's call. ``fully_shard`` reduces the root
+    unit's gradients by hooks on what that call returns, which then come too late: so this is asked for at the loss.
+    Afterwards, and after an update, the module holds shards, so that hooks and clipping find their gradients; a module
+    of the root unit that is called later in the step gathers the unit again (:func:`_gather_again`). What
+    ``toggle_optimizer`` has frozen keeps the gradient that it had.
+    """
+    with shards_explained():
+        if root is None or not root.is_running:
+            yield
+            return
+        frozen = [(p, p.grad) for p in _shards(root) if not p.requires_grad]
+        state = fully_shard.state(root)  # type: ignore[attr-defined]
+        if loss.requires_grad:
+            loss.register_hook(lambda _: state._register_root_post_backward_final_callback())
+        yield
+        for parameter, gradient in frozen:
+            parameter.grad = gradient
+        reshard_inside(root)
+
+
+def reshard_inside(root: ShardedRoot | None) -> None:
+    """Free what is gathered if a step is still running: what follows computes with new values, or reads gradients."""
+    if root is not None and root.is_running:
+        reshard(root)
+        root.was_freed = True
+
+
+def _gather_again(root: ShardedRoot) -> None:
+    """Before a module of the root unit is called."""
+    if root.is_running and root.was_freed:
+        root.unshard()  # type: ignore[operator]  # fully_shard has made it an FSDPModule
+
+
+def _shards(root: ShardedRoot) -> list[nn.Parameter]:
+    units = [part for part in root.modules() if isinstance(part, FSDPModule)]
+    return [held.sharded_param for unit in units for held in _sharded(unit)]
 
 
 def reshard(root: ShardedRoot | None) -> None:

@@ -44,7 +44,7 @@ from lightning_hybrid.randomness import StepRandomness, derive_seed, same_random
 from lightning_hybrid.run_choice import RunChoice
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.setup_pipeline import PipelineSetup
-from lightning_hybrid.sharding import ShardedRoot, call_inside, reshard, set_gradient_sync, shards_explained, to_device
+from lightning_hybrid.sharding import ShardedRoot, backward_of, call_inside, reshard, set_gradient_sync, to_device
 from lightning_hybrid.tensor_parallel.joined_late import joined
 
 __all__ = ["Hybrid3DStrategy"]
@@ -433,7 +433,7 @@ class Hybrid3DStrategy(EvaluationHooks):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with nullcontext() if self._pipeline is not None else self._clock.mark("B", 0, 0), shards_explained():
+        with nullcontext() if self._pipeline is not None else self._clock.mark("B", 0, 0), backward_of(self._root, closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override

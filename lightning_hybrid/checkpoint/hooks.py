@@ -22,6 +22,7 @@ from lightning_hybrid.layout import Layout
 from lightning_hybrid.materialize import on_meta
 from lightning_hybrid.optimizer import disable_foreach_on_mixed_tensors
 from lightning_hybrid.optimizer_scope import refuse_wide_optimizers
+from lightning_hybrid.sharding import reshard_inside
 
 __all__ = ["CheckpointHooks"]
 
@@ -53,6 +54,7 @@ class CheckpointHooks(AxisCollectives):
         for optimizer in self.optimizers:
             refuse_wide_optimizers(optimizer, self.layout)
             disable_foreach_on_mixed_tensors(optimizer)
+            optimizer.register_step_post_hook(lambda *_: reshard_inside(self._part.root))
 
     @property
     def _keys(self) -> StateKeys:

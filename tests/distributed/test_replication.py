@@ -133,7 +133,7 @@ class LitLBFGS(LitUneven):
 
 
 class LitTwoBackwards(LitManual):
-    """Shards are let go in the first one."""
+    """Shards are let go in the first one, and gathered again."""
 
     keeps_graph = False
 
@@ -152,7 +152,6 @@ class LitTwiceThroughOneGraph(LitTwoBackwards):
 
 
 REFUSED = {
-    LitTwoBackwards: "forward after a backward of the same step .* or keep whole replicas",
     LitTwiceThroughOneGraph: "second one through the same graph .* or keep whole replicas",
     LitBackward: "SGD would step without a self.manual_backward",
     LitSkips: "returned None on rank 1, which skips .* all 2 data ranks",
@@ -160,7 +159,7 @@ REFUSED = {
 }
 
 
-ON_SHARDS = (LitSkips, LitLBFGS, LitTwoBackwards, LitTwiceThroughOneGraph)
+ON_SHARDS = (LitSkips, LitLBFGS, LitTwiceThroughOneGraph)
 
 
 @pytest.mark.parametrize(
@@ -172,10 +171,12 @@ def test_what_ranks_would_do_each_in_its_own_way_is_refused(make: Any, degrees: 
         run_ranks(2, run, degrees, make, None, {})
 
 
-@pytest.mark.parametrize("make", [LitTwoBackwards, LitTwiceThroughOneGraph])
-def test_several_backwards_in_a_step_equal_one_process(make: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "degrees"), [(LitTwoBackwards, REPLICAS), (LitTwiceThroughOneGraph, REPLICAS), (LitTwoBackwards, SHARDS)]
+)
+def test_several_backwards_in_a_step_equal_one_process(make: Any, degrees: dict[str, Any]) -> None:
     expected = run_ranks(1, run, ONE_PROCESS, make, None, {})[0]
-    assert_equal(expected, run_ranks(2, run, REPLICAS, make, None, {}))
+    assert_equal(expected, run_ranks(2, run, degrees, make, None, {}))
 
 
 def test_wrong_variant_replicas_that_nobody_averages_go_apart() -> None:
