@@ -353,10 +353,9 @@ class Hybrid3DStrategy(EvaluationHooks):
         plugin.clip_grad_by_norm, plugin.clip_grad_by_value = self._clip_by_norm, self._clip_by_value
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        parameters = self.precision_plugin.main_params(optimizer)
         with self._clock.mark("SYNC"):  # the norm needs all stages: those that are done wait here
-            clip_grad_norm(
-                self.precision_plugin.main_params(optimizer), float(clip_val), mesh=self._mesh, copies=self._copies
-            )
+            clip_grad_norm(parameters, float(clip_val), mesh=self._mesh, copies=self._copies)
 
     @property
     def _copies(self) -> dict[Parameter, int]:
@@ -433,7 +432,8 @@ class Hybrid3DStrategy(EvaluationHooks):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with nullcontext() if self._pipeline is not None else self._clock.mark("B", 0, 0), backward_of(self._root, closure_loss):
+        mark = self._clock.mark("B", 0, 0) if self._pipeline is None else nullcontext()
+        with mark, backward_of(self._root, closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
