@@ -37,6 +37,8 @@ from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.check import check_plan
 from lightning_hybrid.tensor_parallel.infer import check_not_empty, infer_plan
 from lightning_hybrid.tensor_parallel.infer_sequence import infer_sequence
+from lightning_hybrid.tensor_parallel.kinds import told_apart
+from lightning_hybrid.tensor_parallel.outside import check_outside
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, build_tp_plan
 from lightning_hybrid.tensor_parallel.sequence import intercept
 from lightning_hybrid.tensor_parallel.styles import join_late
@@ -55,6 +57,9 @@ class FirstStep(Protocol):
 
     def record(self, blocks: list[str]) -> Mapping[str, Any]:
         """Run it for real up to the blocks; return the arguments of one block of each kind."""
+
+    def run(self) -> Any:
+        """Run it for real; return its output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,12 +215,15 @@ def _plan_split(
     if layout.pipeline_parallel_size == 1 and not any(any(module.get_submodule(n).children()) for n in names):
         names = []  # single layers, in an nn.Sequential: what belongs together lies in several of them
     tried = names or [name for name, child in module.named_children() if any(True for _ in child.parameters())]
-    calls, is_compiled = first_step.record(tried), settings.compile is not False
+    recorded, is_compiled = first_step.record(tried), settings.compile is not False
+    alike, calls = told_apart(module, tried, recorded, {name: plan.within(name).signature for name in tried})
     plan = check_plan(module, axis, plan, calls if names else {}, is_compiled=is_compiled)
-    plan = infer_plan(module, axis, plan, calls, tried, is_compiled=is_compiled)
+    plan = infer_plan(module, axis, plan, calls, alike, is_compiled=is_compiled)
     check_not_empty(module, plan)
+    if recorded:
+        check_outside(module, axis, plan, alike if names else {}, first_step.run)
     if settings.sequence_parallel:
-        plan = infer_sequence(module, axis, plan, calls if names else {}, names)
+        plan = infer_sequence(module, axis, plan, calls if names else {}, alike)
     if settings.loss_parallel and not any(entry.style == "colwise_gather_output" for entry in plan.entries):
         raise ConfigurationError(
             "loss_parallel=True keeps the logits of a head that is split over the vocabulary, but no layer is: give it"

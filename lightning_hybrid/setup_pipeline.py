@@ -65,6 +65,12 @@ class PipelineSetup:
         with quiet, context, stand_in_optimizers(self._module, self._strategy):
             return record_calls(self._module, blocks, lambda: run_on(getattr(self._module, name), batch, *rest))
 
+    def run(self) -> Any:
+        """Run the first step and return its output."""
+        name, batch, rest = self._first_batch()
+        with quiet_step(self._module, self._trainer, set()), self._trainer.precision_plugin.forward_context():
+            return run_on(getattr(self._module, name), batch, *rest)
+
     def probe(self, cut: Cut) -> StepFacts:
         """Learn the structure from the first batch of whatever the Trainer is about to run."""
         strategy, self._cut = self._strategy, cut

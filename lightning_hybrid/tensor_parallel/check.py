@@ -12,7 +12,6 @@ import contextlib
 import copy
 import functools
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +29,9 @@ from lightning_hybrid.snapshots import as_it_is
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.beside import copied, run_with_beside
 from lightning_hybrid.tensor_parallel.draws import wrong_draws
+from lightning_hybrid.tensor_parallel.kinds import kind_of
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, layers_joined
+from lightning_hybrid.tensor_parallel.random_inputs import random_call, random_weights
 from lightning_hybrid.tensor_parallel.sequence import call_whole
 from lightning_hybrid.tensor_parallel.styles import joined_rows
 from lightning_hybrid.tensor_parallel.together import FailedElsewhere, together
@@ -38,12 +39,12 @@ from lightning_hybrid.tensor_parallel.together import FailedElsewhere, together
 __all__ = [
     "BlockCheck",
     "WholeBlock",
+    "agree",
     "check_block",
     "check_plan",
-    "kind_of",
-    "random_call",
-    "random_weights",
+    "full",
     "record_calls",
+    "relative_error",
     "too_large",
     "try_block",
 ]
@@ -61,8 +62,6 @@ _LARGEST = 2**30
 
 #: In words: what can be seen of a call beside its output.
 _BESIDE = "what it keeps in attributes or buffers, or shows to hooks,"
-
-_LAYER_NUMBER = re.compile(r"(idx|index|number|layer|layer_id|block_id)$")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -118,13 +117,10 @@ def check_plan(
         ConfigurationError: if a split block fails, differs, or draws random numbers (dropout) in the wrong place; the
             message says in what, and what to do.
     """
-    seen: set[Any] = set()
     for name, call in calls.items() if mesh.size() > 1 else ():
         part = plan.within(name)
-        kind = (kind_of(module.get_submodule(name)), tuple((e.name, e.style_name) for e in part.entries))
-        if kind in seen or not part.split:
+        if not part.split:
             continue
-        seen.add(kind)
         block = module.get_submodule(name)
         if reason := too_large(block):
             logger.warning("The tensor parallel plan of %s was not checked: %s.", name, reason)
@@ -221,18 +217,6 @@ def record_calls(module: nn.Module, blocks: Sequence[str], step: Callable[[], An
     return calls
 
 
-def kind_of(block: nn.Module) -> Any:
-    """Blocks of one kind have equal classes, shapes and settings throughout; only the layer's number may differ."""
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
-    settings = tuple(
-        (type(part).__name__, name, value)
-        for part in block.modules()
-        for name, value in vars(part).items()
-        if type(value) in (bool, int, str) and not name.startswith("_") and not _LAYER_NUMBER.search(name)
-    )
-    return type(block).__name__, tuple(type(part).__name__ for part in block.modules()), shapes, settings
-
-
 @dataclass(frozen=True, kw_only=True)
 class WholeBlock:
     """One block with random weights, without dropout, and what it computes: what every split of it must compute."""
@@ -290,17 +274,17 @@ def check_block(whole: WholeBlock, split: nn.Module, mesh: DeviceMesh) -> BlockC
         if truth is None:
             continue
         truth = truth.index_select(orders[name].dim, orders[name].order.to(truth.device)) if name in orders else truth
-        error = _agree(_relative(_full(share, truth), truth, floor), mesh)
+        error = agree(relative_error(full(share, truth), truth, floor), mesh)
         if not error <= tolerance and not isinstance(share, DTensor) and share is not None:
             total = share.clone()
             dist.all_reduce(total, group=mesh.get_group())
-            if _agree(_relative(total, truth, floor), mesh) <= tolerance:
+            if agree(relative_error(total, truth, floor), mesh) <= tolerance:
                 partial.add(name)
         gradients[name] = error
     return BlockCheck(
-        output=_agree(_relative(found[0], whole.outputs), mesh),
-        beside=_agree(_relative(found[1], whole.beside), mesh),
-        inputs=_agree(_relative(found[2], whole.inputs), mesh),
+        output=agree(relative_error(found[0], whole.outputs), mesh),
+        beside=agree(relative_error(found[1], whole.beside), mesh),
+        inputs=agree(relative_error(found[2], whole.inputs), mesh),
         gradients=gradients,
         partial=frozenset(partial),
         tolerance=tolerance,
@@ -317,17 +301,6 @@ def _check_one(whole: WholeBlock, mesh: DeviceMesh, part: TensorParallelPlan, is
     return replace(found, draws=problem or "")
 
 
-def random_weights(block: nn.Module) -> nn.Module:
-    """Weights that let every part of the block be seen in its output; the same on all ranks."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in block.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        values = noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1.0 + 0.5 * noise
-        parameter.data = values.to(parameter)  # not in place: a weight that is still to come has no memory of its own
-        parameter.requires_grad_(parameter.is_floating_point())
-    return block
-
-
 def _without_dropout(block: nn.Module) -> nn.Module:
     """In ``eval`` mode, but for the batch norms that train: their statistics are over all tokens."""
     averaging = [part for part in block.modules() if isinstance(part, _BatchNorm) and part.training]
@@ -335,22 +308,6 @@ def _without_dropout(block: nn.Module) -> nn.Module:
     for part in averaging:
         part.train()
     return block
-
-
-def random_call(call: Any, dtype: torch.dtype) -> Any:
-    """Arguments like those of ``call``, with random hidden states that require a gradient; the same on all ranks."""
-    generator = torch.Generator().manual_seed(1)
-
-    def prepare(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return as_it_is(x)
-        if not x.is_floating_point():
-            return x
-        if not x.requires_grad:
-            return x.detach().to(dtype)
-        return torch.randn(x.shape, generator=generator).to(x.device, dtype).requires_grad_()
-
-    return tree_map(prepare, call)
 
 
 def _run(block: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -372,13 +329,14 @@ def _vector(tensors: list[Tensor]) -> Tensor:
     return torch.cat([x.detach().float().flatten() for x in tensors]) if tensors else torch.zeros(1)
 
 
-def _full(share: Tensor | None, like: Tensor) -> Tensor:
+def full(share: Tensor | None, like: Tensor) -> Tensor:
+    """Return the whole of a share; zeros for none."""
     if share is None:
         return torch.zeros_like(like)
     return share.full_tensor() if isinstance(share, DTensor) else share
 
 
-def _relative(value: Tensor, truth: Tensor, floor: float = 1e-2) -> float:
+def relative_error(value: Tensor, truth: Tensor, floor: float = 1e-2) -> float:
     """Relative error; against ``floor`` where the truth is zero but for rounding, as a key bias's gradient is."""
     if value.shape != truth.shape:
         return float("inf")
@@ -388,7 +346,7 @@ def _relative(value: Tensor, truth: Tensor, floor: float = 1e-2) -> float:
     return float((value - truth).norm() / truth.norm().clamp(min=floor))
 
 
-def _agree(error: float, mesh: DeviceMesh) -> float:
+def agree(error: float, mesh: DeviceMesh) -> float:
     """The largest error of any rank, so that all ranks say the same."""
     largest = torch.tensor(error, device=mesh.device_type)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())

@@ -37,15 +37,13 @@ from lightning_hybrid.tensor_parallel.beside import copied
 from lightning_hybrid.tensor_parallel.check import (
     Call,
     WholeBlock,
-    kind_of,
-    random_call,
-    random_weights,
     too_large,
     try_block,
 )
 from lightning_hybrid.tensor_parallel.heads import head_counts, shared_groups, shared_heads, widths
 from lightning_hybrid.tensor_parallel.linears import features_of, is_linear
 from lightning_hybrid.tensor_parallel.plan import WHOLE, PlanEntry, TensorParallelPlan
+from lightning_hybrid.tensor_parallel.random_inputs import random_call, random_weights
 from lightning_hybrid.tensor_parallel.styles import NOTHING_BY_HEAD, ByHead
 
 __all__ = ["Group", "check_not_empty", "find_groups", "infer_plan", "put_block"]
@@ -99,7 +97,7 @@ def infer_plan(
     mesh: DeviceMesh,
     plan: TensorParallelPlan,
     calls: Mapping[str, Call],
-    blocks: Sequence[str],
+    alike: Mapping[str, Sequence[str]],
     *,
     is_compiled: bool = False,
 ) -> TensorParallelPlan:
@@ -112,7 +110,7 @@ def infer_plan(
         mesh: the 1-D tensor axis.
         plan: from :func:`~lightning_hybrid.tensor_parallel.plan.build_tp_plan`.
         calls: arguments of one block of each kind, see :func:`~lightning_hybrid.tensor_parallel.check.check_plan`.
-        blocks: FQNs of all blocks.
+        alike: by FQN of that block, all blocks of its kind.
         is_compiled: whether blocks will be compiled.
     """
     tied = _tied(module)
@@ -122,10 +120,8 @@ def infer_plan(
             continue
         trial = _Trial(block=block, mesh=mesh, call=call, is_compiled=is_compiled)
         part = _infer_block(trial, part, {n[len(name) + 1 :] for n in tied if n.startswith(f"{name}.")})
-        kind = kind_of(block)
-        for other in blocks:
-            if kind_of(module.get_submodule(other)) == kind:
-                plan = put_block(plan, other, part, module)
+        for other in alike[name]:
+            plan = put_block(plan, other, part, module)
     return plan
 
 

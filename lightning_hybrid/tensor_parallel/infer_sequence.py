@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hybrid.errors import ConfigurationError
-from lightning_hybrid.tensor_parallel.check import Call, WholeBlock, kind_of, random_call, too_large, try_block
+from lightning_hybrid.tensor_parallel.check import Call, WholeBlock, too_large, try_block
 from lightning_hybrid.tensor_parallel.infer import put_block
 from lightning_hybrid.tensor_parallel.plan import STYLES, WHOLE, PlanEntry, TensorParallelPlan
+from lightning_hybrid.tensor_parallel.random_inputs import random_call
 from lightning_hybrid.tensor_parallel.sequence import Region, Sides
 
 __all__ = ["infer_sequence"]
@@ -37,7 +38,7 @@ def infer_sequence(
     mesh: DeviceMesh,
     plan: TensorParallelPlan,
     calls: Mapping[str, Call],
-    blocks: Listed[str],
+    alike: Mapping[str, Listed[str]],
 ) -> TensorParallelPlan:
     """Return the plan with the sequence split in every block where that computes the same.
 
@@ -51,9 +52,8 @@ def infer_sequence(
     for name, call in calls.items():
         part, block = plan.within(name), module.get_submodule(name)
         found, reasons[name] = _infer_block(block, mesh, part, call)
-        for other in blocks if not reasons[name] else ():
-            if kind_of(module.get_submodule(other)) == kind_of(block):
-                plan = put_block(plan, other, found, module)
+        for other in alike[name] if not reasons[name] else ():
+            plan = put_block(plan, other, found, module)
     if not plan.regions:
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "it has no list of blocks"
         raise ConfigurationError(

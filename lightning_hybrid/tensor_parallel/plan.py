@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -151,6 +151,11 @@ class TensorParallelPlan:
     def styles(self) -> dict[str, str]:
         """Style names by FQN."""
         return {entry.name: entry.style_name for entry in self.entries}
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What is equal for blocks that are split alike."""
+        return tuple((entry.name, entry.style, entry.parts) for entry in self.entries)
 
     def within(self, prefix: str) -> TensorParallelPlan:
         """The plan of one module inside, with names as they are there."""
