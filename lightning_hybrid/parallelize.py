@@ -37,7 +37,7 @@ from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.check import check_plan
 from lightning_hybrid.tensor_parallel.infer import check_not_empty, infer_plan
 from lightning_hybrid.tensor_parallel.infer_sequence import infer_sequence
-from lightning_hybrid.tensor_parallel.kinds import told_apart
+from lightning_hybrid.tensor_parallel.kinds import kind_of, told_apart
 from lightning_hybrid.tensor_parallel.outside import check_outside
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, build_tp_plan
 from lightning_hybrid.tensor_parallel.sequence import intercept
@@ -215,13 +215,14 @@ def _plan_split(
     if layout.pipeline_parallel_size == 1 and not any(any(module.get_submodule(n).children()) for n in names):
         names = []  # single layers, in an nn.Sequential: what belongs together lies in several of them
     tried = names or [name for name, child in module.named_children() if any(True for _ in child.parameters())]
+    kinds = {name: kind_of(module.get_submodule(name)) for name in tried}
     recorded, is_compiled = first_step.record(tried), settings.compile is not False
-    alike, calls = told_apart(module, tried, recorded, {name: plan.within(name).signature for name in tried})
+    alike, calls = told_apart(module, kinds, recorded, {name: plan.within(name).signature for name in tried})
     plan = check_plan(module, axis, plan, calls if names else {}, is_compiled=is_compiled)
     plan = infer_plan(module, axis, plan, calls, alike, is_compiled=is_compiled)
     check_not_empty(module, plan)
     if recorded:
-        check_outside(module, axis, plan, alike if names else {}, first_step.run)
+        check_outside(module, axis, plan, names, alike if names else {}, first_step.run)
     if settings.sequence_parallel:
         plan = infer_sequence(module, axis, plan, calls if names else {}, alike)
     if settings.loss_parallel and not any(entry.style == "colwise_gather_output" for entry in plan.entries):

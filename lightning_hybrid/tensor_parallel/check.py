@@ -28,7 +28,7 @@ from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.snapshots import as_it_is
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.beside import copied, run_with_beside
-from lightning_hybrid.tensor_parallel.draws import wrong_draws
+from lightning_hybrid.tensor_parallel.draws import draws_of, wrong_draws
 from lightning_hybrid.tensor_parallel.kinds import kind_of
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, layers_joined
 from lightning_hybrid.tensor_parallel.random_inputs import random_call, random_weights
@@ -219,7 +219,7 @@ def record_calls(module: nn.Module, blocks: Sequence[str], step: Callable[[], An
 
 @dataclass(frozen=True, kw_only=True)
 class WholeBlock:
-    """One block with random weights, without dropout, and what it computes: what every split of it must compute."""
+    """One block with random weights, that draws nothing, and what it computes: what every split of it must compute."""
 
     fresh: nn.Module
     """As it was before it ran."""
@@ -241,7 +241,7 @@ class WholeBlock:
         """
         own = next(block.parameters()).dtype
         for dtype in dict.fromkeys((torch.float32, own)):
-            fresh = _without_dropout(random_weights(copied(block).to(dtype)))
+            fresh = _without_draws(random_weights(copied(block).to(dtype)), call, dtype)
             ran = copy.deepcopy(fresh)
             try:
                 outputs, beside, inputs = _run(ran, *random_call(call, dtype))
@@ -301,12 +301,22 @@ def _check_one(whole: WholeBlock, mesh: DeviceMesh, part: TensorParallelPlan, is
     return replace(found, draws=problem or "")
 
 
-def _without_dropout(block: nn.Module) -> nn.Module:
-    """In ``eval`` mode, but for the batch norms that train: their statistics are over all tokens."""
+def _without_draws(block: nn.Module, call: Call, dtype: torch.dtype) -> nn.Module:
+    """In the mode it trains in if it draws no random numbers there; else in ``eval`` mode but for batch norms.
+
+    Their statistics are over all tokens, and other code may mix tokens only in training, too.
+    """
     averaging = [part for part in block.modules() if isinstance(part, _BatchNorm) and part.training]
-    block.eval()
-    for part in averaging:
-        part.train()
+    trains = any(part.training for part in block.modules())
+    try:
+        with torch.random.fork_rng():
+            draws = not trains or bool(draws_of(copy.deepcopy(block), *random_call(call, dtype)))
+    except Exception:  # it is run again, where failures are told
+        draws = True
+    if draws:
+        block.eval()
+        for part in averaging:
+            part.train()
     return block
 
 

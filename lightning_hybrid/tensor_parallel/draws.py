@@ -22,7 +22,7 @@ from lightning_hybrid.randomness import SHARES, random_mark
 from lightning_hybrid.tensor_parallel.sequence import call_whole
 from lightning_hybrid.tensor_parallel.together import together
 
-__all__ = ["wrong_draws"]
+__all__ = ["draws_of", "wrong_draws"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,9 @@ def wrong_draws(whole: nn.Module, split: nn.Module, call: Any, mesh: DeviceMesh,
     """
     with torch.random.fork_rng():
         try:
-            expected, found = _draws_of(whole, *call), list[_Draw]()
+            expected, found = draws_of(whole, *call), list[_Draw]()
             if expected:
-                found = together(lambda: _draws_of(split, *call), mesh.get_group(), mesh.device_type)
+                found = together(lambda: draws_of(split, *call), mesh.get_group(), mesh.device_type)
         except Exception as error:
             logger.debug("The draws of %s could not be seen: %s: %s", type(whole).__name__, type(error).__name__, error)
             return None
@@ -88,7 +88,8 @@ def _problems(expected: list[_Draw], found: list[_Draw], is_compiled: bool) -> I
             yield f"{what} that tensor ranks must draw alike, but stands between a colwise and a rowwise layer"
 
 
-def _draws_of(block: nn.Module, args: Any, kwargs: Any) -> list[_Draw]:
+def draws_of(block: nn.Module, args: Any, kwargs: Any) -> list[_Draw]:
+    """Return what a block draws in training mode, in order. It is left in that mode."""
     draws = _Draws()
     with torch.no_grad(), draws:
         call_whole(block.train(), args, kwargs)

@@ -42,22 +42,22 @@ def kind_of(block: nn.Module) -> Any:
 
 
 def told_apart(
-    module: nn.Module, blocks: Sequence[str], calls: Mapping[str, Any], plans: Mapping[str, Any]
+    module: nn.Module, kinds: Mapping[str, Any], calls: Mapping[str, Any], plans: Mapping[str, Any]
 ) -> tuple[dict[str, list[str]], dict[str, Any]]:
     """Group blocks that compute the same; return, by the first of each group, its members and arguments of a call.
 
     Args:
         module: the whole module.
-        blocks: FQNs.
-        calls: by FQN, the arguments of one block of each :func:`kind_of`; kinds without any are left out.
+        kinds: by FQN, the block's :func:`kind_of` before it ever ran, which may leave something in it.
+        calls: by FQN, the arguments of one block of each kind; kinds without any are left out.
         plans: by FQN, what is planned for a block; unlike plans tell blocks apart.
     """
-    kinds: dict[Any, list[str]] = {}
-    for name in blocks:
-        kinds.setdefault(kind_of(module.get_submodule(name)), []).append(name)
+    by_kind: dict[Any, list[str]] = {}
+    for name, kind in kinds.items():
+        by_kind.setdefault(kind, []).append(name)
     groups: dict[str, list[str]] = {}
     found: dict[str, Any] = {}
-    for names in kinds.values():
+    for names in by_kind.values():
         call = next((calls[name] for name in names if name in calls), None)
         if call is None:
             continue

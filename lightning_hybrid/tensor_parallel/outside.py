@@ -37,6 +37,7 @@ def check_outside(
     module: nn.Module,
     mesh: DeviceMesh,
     plan: TensorParallelPlan,
+    blocks: Sequence[str],
     alike: Mapping[str, Sequence[str]],
     step: Callable[[], Any],
 ) -> None:
@@ -46,13 +47,13 @@ def check_outside(
         module: the module the plan was built for; left as it is.
         mesh: the 1-D tensor axis.
         plan: what to check.
-        alike: the blocks, by the first of those that compute the same.
+        blocks: FQNs.
+        alike: blocks that compute the same, by the first of them.
         step: runs the user's step on the first batch and returns its output.
 
     Raises:
         ConfigurationError: if it fails or differs; names the layers, and says what to do.
     """
-    blocks = [name for names in alike.values() for name in names]
     outside = [e for e in plan.split if not any(f"{e.name}.".startswith(f"{name}.") for name in blocks)]
     risky = [e for e in outside if e.style not in _EXACT]
     if not risky:

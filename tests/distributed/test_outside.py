@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid import parallelize
 from lightning_hybrid.errors import ConfigurationError
-from lightning_hybrid.tensor_parallel.kinds import told_apart
+from lightning_hybrid.tensor_parallel.kinds import kind_of, told_apart
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.distributed.zoo import VOCABULARY, Lit, generator
 from tests.ranks import run_ranks
@@ -135,8 +135,8 @@ def test_blocks_that_differ_by_their_number_are_told_apart(make: Any) -> None:
 def all_alike() -> None:
     right = parallelize.told_apart
 
-    def told(module: Any, blocks: Any, calls: Any, plans: Any) -> Any:
-        groups, found = right(module, blocks, calls, plans)
+    def told(*args: Any) -> Any:
+        groups, found = right(*args)
         first = next(iter(found))
         return {first: [name for names in groups.values() for name in names]}, {first: found[first]}
 
@@ -159,7 +159,9 @@ def test_numbers_that_are_not_used_tell_nothing_apart() -> None:
     model = nn.ModuleList([Same(0), Same(1), Same(2), Block(0), Block(1), Block(2)])
     call = ((torch.zeros(2, 4, WIDTH, requires_grad=True),), {})
     names = [str(i) for i in range(6)]
-    groups, calls = told_apart(model, names, {"0": call, "3": call}, dict.fromkeys(names, ()))
+    kinds = {name: kind_of(model.get_submodule(name)) for name in names}
+    groups, calls = told_apart(model, kinds, {"0": call, "3": call}, dict.fromkeys(names, ()))
     assert groups == {"0": ["0", "1", "2"], "3": ["3", "5"], "4": ["4"]} and calls.keys() == groups.keys()
     plans = {**dict.fromkeys(names, ()), "1": ("other",)}
-    assert told_apart(model, names[:3], {"0": call}, plans)[0] == {"0": ["0", "2"], "1": ["1"]}
+    del kinds["3"], kinds["4"], kinds["5"]
+    assert told_apart(model, kinds, {"0": call}, plans)[0] == {"0": ["0", "2"], "1": ["1"]}

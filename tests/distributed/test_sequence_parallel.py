@@ -97,6 +97,20 @@ class LitReentrant(LitSequence):
         return x
 
 
+class MixesInTraining(Block):
+    """Takes the mean over all tokens away, in training only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x - x.mean(1, keepdim=True) if self.training else x
+
+
+class LitMixes(LitSequence):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MixesInTraining() for _ in range(4))
+
+
 class Seen(L.Callback):
     """Shapes that the last block's norm gets."""
 
@@ -220,5 +234,7 @@ def test_reentrant_checkpoints_are_refused(degrees: dict[str, Any]) -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"in no block of this model .*may mix tokens"):
         run_ranks(2, runs, "nanogpt", [{"tensor_parallel_size": 2, "sequence_parallel": True}])
+    with pytest.raises(ConfigurationError, match=r"in no block of this model .*may mix tokens"):
+        run_ranks(2, run, on(2), LitMixes)
     with pytest.raises(ConfigurationError, match=r"compile=False"):
         Hybrid3DStrategy(sequence_parallel=True, compile=True)
