@@ -34,6 +34,7 @@ __all__ = [
     "choose_from_archive",
     "choose_layout",
     "choose_stages_per_rank",
+    "without_effect",
 ]
 
 logger = logging.getLogger(__name__)
@@ -163,10 +164,27 @@ def choose_stages_per_rank(spec: ScheduleSpec, stages_per_rank: Any) -> int:
     return int(stages_per_rank)
 
 
+def without_effect(choice: RunChoice, layout: Layout) -> list[str]:
+    """Return the arguments that were given and change nothing with these degrees."""
+    settings, num_microbatches = choice.settings, choice.num_microbatches
+    found = {}
+    if layout.tensor_parallel_size == 1:
+        found |= {name: getattr(settings, name) for name in ("tp_plan", "loss_parallel", "sequence_parallel")}
+    if layout.pipeline_parallel_size == 1:
+        schedule = None if choice.chooses_schedule else choice.spec.name
+        found |= {"schedule": schedule, "num_microbatches": num_microbatches if num_microbatches != "auto" else None}
+        found |= {"whole_batch_loss": settings.whole_batch_loss}
+    if layout.data_parallel_size == layout.replicate_size and not settings.cpu_offload:  # nothing is sharded
+        found |= {"reshard_after_forward": settings.reshard_after_forward}
+    return [f"{name}={value!r}" for name, value in found.items() if value]
+
+
 def check_run(choice: RunChoice, module: Any, precision: Any) -> None:
     """Refuse combinations that cannot be equal to one process, before anything is built."""
     layout, spec, num_microbatches = choice.layout, choice.spec, choice.num_microbatches
     assert layout is not None
+    if idle := without_effect(choice, layout):
+        rank_zero_info(f"lightning_hybrid: without effect at {layout}: {', '.join(idle)}")
     pipeline = layout.pipeline_parallel_size
     if spec.sizes is not None and num_microbatches == "auto":
         num_microbatches = spec.sizes.num_microbatches
@@ -179,6 +197,12 @@ def check_run(choice: RunChoice, module: Any, precision: Any) -> None:
             raise UnsupportedError(
                 "Manual optimization calls backward inside of training_step, which a pipeline schedule cannot cut."
                 " Use automatic optimization, or pipeline_parallel_size=1 (data and tensor parallelism work)."
+            )
+        by_frequency = (n for n, part in module.named_modules() if getattr(part, "scale_grad_by_freq", False))
+        if module is not None and (name := next(by_frequency, None)) is not None:
+            raise UnsupportedError(
+                f"{name} has scale_grad_by_freq=True, which counts words in the whole batch, but a pipeline runs"
+                " micro-batches. Leave it out, or use pipeline_parallel_size=1."
             )
         batch_norms = [n for n, part in module.named_modules() if isinstance(part, _BatchNorm)] if module else []
         if batch_norms:

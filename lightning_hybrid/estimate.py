@@ -59,6 +59,8 @@ def describe_rank(
         PipelineError: if the step cannot be cut.
         UnsupportedError: if a block would be split by trying, which needs all tensor ranks.
     """
+    if not 0 <= rank < num_devices:
+        raise ConfigurationError(f"rank={rank} is none of {num_devices} devices; use 0 to {num_devices - 1}.")
     with _process_group(rank, num_devices):
         trainer = L.Trainer(
             strategy=strategy,

@@ -35,6 +35,7 @@ from lightning_hybrid.settings import Settings
 from lightning_hybrid.sharding import ShardedRoot, apply_sharding
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.check import check_plan
+from lightning_hybrid.tensor_parallel.huggingface import refuse_attention_weights
 from lightning_hybrid.tensor_parallel.infer import check_not_empty, infer_plan
 from lightning_hybrid.tensor_parallel.infer_sequence import infer_sequence
 from lightning_hybrid.tensor_parallel.kinds import kind_of, told_apart
@@ -174,6 +175,8 @@ def parallelize(
         plan,
         only=lambda name: any(True for _ in module.get_submodule(name).parameters()),
     )
+    if layout.tensor_parallel_size > 1:
+        refuse_attention_weights(module)
     if settings.loss_parallel and layout.tensor_parallel_size > 1:
         join_late(module)
     if not settings.cpu_offload:

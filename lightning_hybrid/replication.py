@@ -84,7 +84,7 @@ class Replication:
         self._reducer = DistributedDataParallel(
             self._module,
             process_group=self._group,
-            broadcast_buffers=False,
+            forward_sync_buffers=False,
             init_sync=False,
             find_unused_parameters=True,
             gradient_as_bucket_view=True,

@@ -14,9 +14,9 @@ from torch import nn
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel.linears import features_of, is_linear
 
-__all__ = ["check_heads", "head_counts", "shared_groups", "shared_heads", "widths"]
+__all__ = ["NUM_HEADS", "check_heads", "head_counts", "shared_groups", "shared_heads", "widths"]
 
-_NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "heads")
+NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_query_groups")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups", "n_groups", "num_queries_per_kv", "repeats")
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "d_head", "dim_head", "dim_per_head")
@@ -36,7 +36,7 @@ _WIDTH += ("width", "channels", "inner_dim", "all_head_size", "split_size", "q_d
 
 def head_counts(owner: nn.Module) -> dict[str, int]:
     """Return the counts of heads that a module keeps, by attribute; those of its ``config`` as ``config.name``."""
-    return _integers(owner, (*_NUM_HEADS, *_NUM_KV_HEADS))
+    return _integers(owner, (*NUM_HEADS, *_NUM_KV_HEADS))
 
 
 def widths(owner: nn.Module, sizes: Collection[int]) -> dict[str, int]:
@@ -84,8 +84,8 @@ def shared_heads(owner: nn.Module, linears: Mapping[str, int], size: int) -> dic
     Each rank's query heads must attend to one head of those: the degree is a multiple of their number. ``linears`` maps
     names of the owner's column-wise linears to their output features.
     """
-    own = _first(owner, (*_NUM_HEADS, *_NUM_KV_HEADS, *_HEAD_DIM))
-    heads, head_dim = _known(owner, _NUM_HEADS), _known(owner, _HEAD_DIM)
+    own = _first(owner, (*NUM_HEADS, *_NUM_KV_HEADS, *_HEAD_DIM))
+    heads, head_dim = _known(owner, NUM_HEADS), _known(owner, _HEAD_DIM)
     if own is None or not (heads or head_dim):
         return {}
     head_dim = head_dim or max(linears.values()) // heads
@@ -100,7 +100,7 @@ def shared_heads(owner: nn.Module, linears: Mapping[str, int], size: int) -> dic
 
 def shared_groups(owner: nn.Module, size: int) -> tuple[tuple[str, int], ...]:
     """What an attention's number of query heads for each shared head is on one rank, by attribute."""
-    heads, kv_heads = _known(owner, _NUM_HEADS), _known(owner, _NUM_KV_HEADS)
+    heads, kv_heads = _known(owner, NUM_HEADS), _known(owner, _NUM_KV_HEADS)
     own = {name: value for name in _GROUPS if (value := getattr(owner, name, None)) and isinstance(value, int)}
     return tuple((name, heads // size) for name, value in own.items() if kv_heads and value == heads // kv_heads)
 
@@ -113,11 +113,11 @@ def _known(owner: nn.Module, names: tuple[str, ...]) -> int:
 
 def _head_counts(owner: nn.Module, linears: list[nn.Module], shares_kv: bool) -> Iterator[tuple[str, int]]:
     """Every count of heads that must divide, with what it is called."""
-    own = _first(owner, (*_NUM_HEADS, *_NUM_KV_HEADS, *_HEAD_DIM))
+    own = _first(owner, (*NUM_HEADS, *_NUM_KV_HEADS, *_HEAD_DIM))
     if own is None:
         return  # an MLP, or an attention that says nothing of heads
     sources = [owner, getattr(owner, "config", None)]
-    heads = next((found for source in sources if (found := _first(source, _NUM_HEADS))), None)
+    heads = next((found for source in sources if (found := _first(source, NUM_HEADS))), None)
     kv_heads = next((found for source in sources if (found := _first(source, _NUM_KV_HEADS))), None)
     head_dim = _first(owner, _HEAD_DIM)
     if heads:

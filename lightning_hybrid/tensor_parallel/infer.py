@@ -40,7 +40,7 @@ from lightning_hybrid.tensor_parallel.check import (
     too_large,
     try_block,
 )
-from lightning_hybrid.tensor_parallel.heads import head_counts, shared_groups, shared_heads, widths
+from lightning_hybrid.tensor_parallel.heads import NUM_HEADS, head_counts, shared_groups, shared_heads, widths
 from lightning_hybrid.tensor_parallel.linears import features_of, is_linear
 from lightning_hybrid.tensor_parallel.plan import WHOLE, PlanEntry, TensorParallelPlan
 from lightning_hybrid.tensor_parallel.random_inputs import random_call, random_weights
@@ -204,6 +204,8 @@ def _try_group(group: Group, trial: _Trial, part: TensorParallelPlan) -> TensorP
         return _noted(part, names, cuts_a_head(*odd, size))
     furthest = min(reasons, key=lambda reason: (reason.startswith("fails"), reason.startswith("differs")))
     remedy = f"; {_LOCAL}" if furthest.startswith(("fails", "differs")) else ""
+    if remedy and not counts:
+        remedy += f"; no attribute has a usual name for the number of heads ({', '.join(NUM_HEADS[:4])}, ...)"
     return _noted(part, names, furthest + remedy)
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel.check import Call, WholeBlock, too_large, try_block
 from lightning_hybrid.tensor_parallel.infer import put_block
-from lightning_hybrid.tensor_parallel.plan import STYLES, WHOLE, PlanEntry, TensorParallelPlan
+from lightning_hybrid.tensor_parallel.plan import SMALL, STYLES, WHOLE, PlanEntry, TensorParallelPlan
 from lightning_hybrid.tensor_parallel.random_inputs import random_call
 from lightning_hybrid.tensor_parallel.sequence import Region, Sides
 
@@ -87,7 +87,9 @@ def _infer_block(
         if not reason:
             return found, ""
         first = first or reason
-    return part, f"{first}. What stays whole of it may mix tokens, as an attention does"
+    left = [f"{e.name} ({e.note})" for e in part.entries if not e.is_split and e.note not in ("", SMALL)]
+    what = f": {', '.join(left[:3])}" if left else ""
+    return part, f"{first}. What stays whole of it may mix tokens, as an attention does{what}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.tensor_parallel.collectives import share_bounds
 from lightning_hybrid.tensor_parallel.heads import check_heads, shared_groups, shared_heads
+from lightning_hybrid.tensor_parallel.huggingface import pretrained_models
 from lightning_hybrid.tensor_parallel.linears import features_of, is_linear
 from lightning_hybrid.tensor_parallel.sequence import Region, Sides
 from lightning_hybrid.tensor_parallel.styles import NOTHING_BY_HEAD, ByHead, placement_of, transformers_styles
@@ -283,7 +283,7 @@ def _no_match(pattern: str, names: _Names) -> str:
 
 def _huggingface_entries(module: nn.Module, names: _Names) -> dict[str, PlanEntry]:
     entries: dict[str, PlanEntry] = {}
-    for prefix, model in _pretrained_models(module):
+    for prefix, model in pretrained_models(module):
         for pattern, style in (getattr(model, "_tp_plan", None) or {}).items():
             for name, is_parameter in names.matching(pattern, prefix).items():
                 style = _ALIASES.get(style, style)
@@ -291,16 +291,6 @@ def _huggingface_entries(module: nn.Module, names: _Names) -> dict[str, PlanEntr
                 entry = PlanEntry(name=name, style=style, source="huggingface", is_parameter=is_parameter)
                 entries.setdefault(name, entry)
     return entries
-
-
-def _pretrained_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Hugging Face models inside ``module``, outer ones first. Without transformers imported there can be none."""
-    if "transformers" in sys.modules:
-        from transformers import PreTrainedModel
-
-        for name, child in module.named_modules():
-            if isinstance(child, PreTrainedModel):
-                yield name, child
 
 
 def _complete(module: nn.Module, chosen: Mapping[str, PlanEntry]) -> tuple[PlanEntry, ...]:
@@ -438,9 +428,13 @@ def _check_entry(module: nn.Module, entry: PlanEntry, size: int) -> None:
 def _check_transformers_style(entry: PlanEntry) -> None:
     known = transformers_styles()
     if entry.style_name not in known:
+        named = [style for style in STYLES if style not in _FOUND]
+        near = difflib.get_close_matches(entry.style_name, [*named, *known], n=2)
         raise ConfigurationError(
             f"tp_plan: {entry.name!r} has the unknown style {entry.style_name!r};"
-            f" use one of {', '.join(sorted({*STYLES, *known}))}."
+            + (f" did you mean {' or '.join(map(repr, near))}?" if near else "")
+            + f" Use one of {', '.join(named)}"
+            + (", or a style of transformers." if known else ".")
         )
 
 

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 
+from lightning_hybrid.errors import UnsupportedError
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.ranks import run_ranks
 
@@ -54,6 +55,22 @@ def test_llama_equals_one_process(triple: tuple[int, int, int], expected: Trace)
     data, tensor, pipeline = triple
     degrees = {"data_parallel_size": data, "tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     assert_equal(expected, run_ranks(data * tensor * pipeline, run, degrees, timeout=120))
+
+
+class LitAttentions(LitLlama):
+    """Each tensor rank would have the attention weights of its own heads."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.model(input_ids=batch, labels=batch, output_attentions=True)
+        return out.loss + sum(weights.square().mean() for weights in out.attentions)
+
+
+def test_attention_weights_of_split_models_are_refused() -> None:
+    def ask(rank: int) -> None:
+        trace(rank, LitAttentions, ROWS, {"tensor_parallel_size": 2})
+
+    with pytest.raises(UnsupportedError, match="output_attentions=True of LlamaForCausalLM.*tensor_parallel_size=1"):
+        run_ranks(2, ask)
 
 
 def gradients_of_boundaries_halved() -> None:

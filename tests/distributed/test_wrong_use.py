@@ -99,6 +99,12 @@ class Manual(SGDGPT):
         self.automatic_optimization = False
 
 
+class ByFrequency(SGDGPT):
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.model.token_embedding.scale_grad_by_freq = True  # type: ignore[union-attr]
+
+
 class Twice(SGDGPT):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) + self.loss(batch.flip(0))
@@ -127,6 +133,7 @@ def refused_module(rank: int, kind: type[L.LightningModule]) -> str:
     ("kind", "words"),
     [
         (Manual, ["Manual optimization"]),
+        (ByFrequency, ["model.token_embedding", "scale_grad_by_freq"]),
         (Twice, ["model.blocks.0", "more than once"]),
         (Skip, ["model.token_embedding", "skip a pipeline stage"]),
     ],

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.archive import Entry
-from lightning_hybrid.choose import can_run
+from lightning_hybrid.choose import can_run, without_effect
 from tests.unit.archive_entries import make_entry
 
 
@@ -73,3 +73,23 @@ def test_no_pipeline_for_manual_optimization() -> None:
     module.automatic_optimization = False
     assert not may_start(entry((1, 1, 2)), module)
     assert may_start(entry((2, 1, 1)), module)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "degrees", "arguments", "expected"),
+    [
+        (2, {"data_parallel_size": 2}, {"sequence_parallel": True, "num_microbatches": 4}, 2),
+        (2, {"data_parallel_size": 2, "replicate_size": 2}, {"reshard_after_forward": True, "schedule": "GPipe"}, 2),
+        (2, {"tensor_parallel_size": 2}, {"sequence_parallel": True, "loss_parallel": True, "tp_plan": PLAN}, 0),
+        (2, {"pipeline_parallel_size": 2}, {"num_microbatches": 4, "schedule": "GPipe"}, 0),
+        (2, {"data_parallel_size": 2}, {"reshard_after_forward": True}, 0),
+        (2, {"data_parallel_size": 2}, {}, 0),
+    ],
+)
+def test_arguments_without_effect_are_named(
+    num_devices: int, degrees: dict[str, int], arguments: dict[str, Any], expected: int
+) -> None:
+    choice = Hybrid3DStrategy(archive=None, **degrees, **arguments).choice
+    found = without_effect(choice, choice.resolve(num_devices))
+    assert len(found) == expected
+    assert all(text.partition("=")[0] in arguments for text in found)

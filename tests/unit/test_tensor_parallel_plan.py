@@ -106,7 +106,7 @@ def test_joined_outputs_may_have_uneven_shares_but_none_that_is_empty() -> None:
 
 
 def test_styles_that_do_not_fit_their_module() -> None:
-    assert "unknown style 'columnwise'; use one of" in refused(gpt(), {"mlp.up": "columnwise"}, 2)
+    assert "unknown style 'columnwise'; did you mean 'colwise'" in refused(gpt(), {"mlp.up": "columnwise"}, 2)
     assert "is a LayerNorm" in refused(gpt(), {"mlp_norm": "colwise"}, 2)
     assert "is a Linear" in refused(gpt(), {"mlp.up": "embedding_rowwise"}, 2)
     message = refused(gpt(), {"blocks.*.attention": "colwise"}, 2)
