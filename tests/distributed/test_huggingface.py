@@ -69,7 +69,7 @@ def test_attention_weights_of_split_models_are_refused() -> None:
     def ask(rank: int) -> None:
         trace(rank, LitAttentions, ROWS, {"tensor_parallel_size": 2})
 
-    with pytest.raises(UnsupportedError, match="output_attentions=True of LlamaForCausalLM.*tensor_parallel_size=1"):
+    with pytest.raises(UnsupportedError, match=r"output_attentions=True of LlamaForCausalLM.*tensor_parallel_size=1"):
         run_ranks(2, ask)
 
 
