@@ -217,7 +217,8 @@ class Lockstep:
             [id(p) in self._used for p in everything], dtype=torch.uint8, pin_memory=device.type != "cpu"
         )
         shared = mine.to(device, non_blocking=True)  # to look at it, or to copy it at once, would be to wait
-        work = dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        with torch.profiler.record_function("FSDP::unused_parameters"):  # tells whose communication it is
+            work = dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group, async_op=True)
         lacking = [p for p in self._born if id(p) not in self._used]
         if lacking:
             work.wait()

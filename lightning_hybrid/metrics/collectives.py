@@ -25,9 +25,13 @@ __all__ = ["Event", "exposed_on_cpu", "exposed_on_device"]
 TENSOR_RANGES = (
     "_EnterSplitBackward",
     "_LeavePartial",
-    "_GatherFeatures",
-    "_GatherFeaturesBackward",
-    "_SplitFeaturesBackward",
+    "_JoinShares",
+    "_JoinSharesBackward",
+    "_KeepShareBackward",
+    "_GatherTokens",
+    "_GatherTokensBackward",
+    "_ScatterPartial",
+    "_ScatterPartialBackward",
 )
 _CALLS = ("c10d::", "_c10d_functional::")
 _MESSAGES = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
@@ -122,10 +126,11 @@ def _calls(events: Iterable[Event], axes: Collection[str]) -> list[tuple[Span, l
 
 
 def _part(name: str, around: Sequence[str], axes: Collection[str]) -> str:
+    if any(outer.startswith("FSDP::") for outer in around):  # messages too: on gloo shards go straight to their ranks
+        is_sum = "allreduce" in name and "data_replicate" in axes
+        return "communication_data_replicate" if is_sum else "communication_data_shard"
     if name in _MESSAGES:
         return "communication_pipeline"
-    if any(outer.startswith("FSDP::") for outer in around):
-        return "communication_data_replicate" if "allreduce" in name else "communication_data_shard"
     if "tensor" in axes and any(outer in TENSOR_RANGES for outer in around):
         return "communication_tensor"
     if "tensor" in axes and name.startswith("_c10d_functional::"):

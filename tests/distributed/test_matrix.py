@@ -1,8 +1,8 @@
 """Models x stages x schedules x {alone, sharded, tensor parallel} x accumulation: all equal one process by parameter.
 
 Every model meets 2 and 4 ranks and up to 8 virtual stages under three schedules; every schedule meets sharding over 2
-data ranks, tensor parallelism and accumulation on three models: one with a tied embedding, one where two tensors enter
-a stage (a decoder's), one plain. Many runs share one fork of ranks.
+data ranks, tensor parallelism and accumulation on one or two of three models: one with a tied embedding, one where two
+tensors enter a stage (a decoder's), one plain. Many runs share one fork of ranks.
 """
 
 from __future__ import annotations
@@ -106,8 +106,10 @@ def schedules(tmp_path: Path) -> list[str]:
     return [*(spec.name for spec in SCHEDULES.values()), str(tmp_path / "own.csv")]
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [("alone", "gemma3"), ("alone", "t5"), ("sharded", "t5"), ("sharded", "llama"), ("tensor", "gemma3")],
+)
 def test_every_schedule(way: str, name: str, schedules: list[str]) -> None:
     """Accumulating over 2 batches, the third of three is an update of its own."""
     rows, accumulations = even_rows(24), (1, 2) if way == "alone" else (2,)
@@ -141,7 +143,7 @@ def gradients_of_a_boundary_halved() -> None:
 
 
 def tied_sum_left_out() -> None:
-    lightning_hybrid.setup_pipeline.sync_tied_gradients = lambda parameters, group: None
+    lightning_hybrid.setup_pipeline.sync_tied_gradients = lambda *args: None
 
 
 def mean_over_data_ranks_left_out() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_hybrid.metrics.breakdown import Span
-from lightning_hybrid.metrics.collectives import Event, exposed_on_cpu, exposed_on_device
+import torch
 
-AXES = ("tensor", "data_shard")
+from lightning_hybrid.metrics.breakdown import Span
+from lightning_hybrid.metrics.collectives import TENSOR_RANGES, Event, exposed_on_cpu, exposed_on_device
+from lightning_hybrid.tensor_parallel import collectives
+
+AXES = ("tensor", "data_shard", "data_replicate")
 
 
 def test_axes_follow_from_the_ranges_around() -> None:
@@ -22,6 +25,9 @@ def test_axes_follow_from_the_ranges_around() -> None:
         Event("_c10d_functional::wait_tensor", 22, 23, 1),
         Event("_c10d_functional::_wrap_tensor_autograd", 23, 24, 1),
         Event("c10d::send", 30, 31, 1),
+        Event("FSDP::all_gather (1)", 32, 38, 1),
+        Event("c10d::send", 33, 34, 1),  # a shard on its way, not a pipeline's message
+        Event("_ScatterPartial", 35, 36, 1),
         Event("c10d::broadcast_", 40, 41, 1),
         Event("gloo:all_reduce", 40.5, 50.5, 2),
         Event("aten::mm", 50, 60, 1),
@@ -34,8 +40,18 @@ def test_axes_follow_from_the_ranges_around() -> None:
         Span("communication_tensor", 20, 22),  # the operator inside of it counts once
         Span("communication_tensor", 22, 23),
         Span("communication_pipeline", 30, 31),
+        Span("communication_data_shard", 33, 34),
         Span("communication_unknown", 40, 41),
     ]
+
+
+def test_every_exchange_of_tensor_ranks_is_known() -> None:
+    """By the names of its autograd functions, which is all that a profile says."""
+    kinds = [value for value in vars(collectives).values() if isinstance(value, type)]
+    functions = {kind.__name__ for kind in kinds if issubclass(kind, torch.autograd.Function)}
+    silent = {"_EnterSplit", "_LeavePartialBackward", "_KeepShare"}  # they hand on, or keep a part
+    both = {name + end for name in functions for end in ("", "Backward")}
+    assert len(functions) == 6 and both - silent == set(TENSOR_RANGES)
 
 
 def test_waiting_for_gloo_is_exposed_and_working_beside_it_is_not() -> None:
