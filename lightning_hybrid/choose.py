@@ -167,7 +167,7 @@ def choose_stages_per_rank(spec: ScheduleSpec, stages_per_rank: Any) -> int:
 def without_effect(choice: RunChoice, layout: Layout) -> list[str]:
     """Return the arguments that were given and change nothing with these degrees."""
     settings, num_microbatches = choice.settings, choice.num_microbatches
-    found = {}
+    found: dict[str, Any] = {}
     if layout.tensor_parallel_size == 1:
         found |= {name: getattr(settings, name) for name in ("tp_plan", "loss_parallel", "sequence_parallel")}
     if layout.pipeline_parallel_size == 1:
