@@ -1,7 +1,7 @@
 """Models x stages x schedules x {alone, sharded, tensor parallel} x accumulation: all equal one process by parameter.
 
-Every model meets 2 and 4 ranks and up to 8 virtual stages under three schedules; every schedule meets sharding over 2
-data ranks, tensor parallelism and accumulation on one or two of three models: one with a tied embedding, one where two
+Every model meets 2 and 4 ranks and up to 8 virtual stages under two schedules; every schedule meets sharding over 2
+data ranks, tensor parallelism and accumulation on one of three models: one with a tied embedding, one where two
 tensors enter a stage (a decoder's), one plain. Many runs share one fork of ranks.
 """
 
@@ -73,7 +73,7 @@ def assert_all_equal(expected: list[Trace], found: list[list[Trace]], todo: list
 def test_every_model_at_two_and_four_stages(name: str) -> None:
     expected = run_ranks(1, runs, name, [ONE_PROCESS])[0]
     for num_ranks, schedules in {
-        2: ("1F1B", "ZBVZeroBubble"),
+        2: ("ZBVZeroBubble",),
         4: ("Interleaved1F1B",),
     }.items():
         todo = [{"pipeline_parallel_size": num_ranks, "schedule": schedule} for schedule in schedules]
@@ -108,7 +108,7 @@ def schedules(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("way", "name"),
-    [("alone", "gemma3"), ("alone", "t5"), ("sharded", "t5"), ("sharded", "llama"), ("tensor", "gemma3")],
+    [("alone", "gemma3"), ("alone", "t5"), ("sharded", "llama"), ("tensor", "gemma3")],
 )
 def test_every_schedule(way: str, name: str, schedules: list[str]) -> None:
     """Accumulating over 2 batches, the third of three is an update of its own."""
