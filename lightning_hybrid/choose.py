@@ -171,7 +171,7 @@ def without_effect(choice: RunChoice, layout: Layout) -> list[str]:
     if layout.tensor_parallel_size == 1:
         found |= {name: getattr(settings, name) for name in ("tp_plan", "loss_parallel", "sequence_parallel")}
     if layout.pipeline_parallel_size == 1:
-        schedule = None if choice.chooses_schedule else choice.spec.name
+        schedule = None if choice.chooses_schedule or settings.whole_batch_loss else choice.spec.name
         found |= {"schedule": schedule, "num_microbatches": num_microbatches if num_microbatches != "auto" else None}
         found |= {"whole_batch_loss": settings.whole_batch_loss}
     if layout.data_parallel_size == layout.replicate_size and not settings.cpu_offload:  # nothing is sharded

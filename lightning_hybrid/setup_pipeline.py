@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -58,18 +59,22 @@ class PipelineSetup:
         name, batch, rest = self._first_batch()
         if (size := batch_size_of(batch)) > 2 and self._strategy.layout.pipeline_parallel_size > 1:
             batch, _ = self._splitter.split(batch, -(-size // 2))[0]
-        quiet, context = (
-            quiet_step(self._module, self._trainer, set()),
-            self._trainer.precision_plugin.forward_context(),
-        )
-        with quiet, context, stand_in_optimizers(self._module, self._strategy):
+        with self._by_itself():
             return record_calls(self._module, blocks, lambda: run_on(getattr(self._module, name), batch, *rest))
 
     def run(self) -> Any:
         """Run the first step and return its output."""
         name, batch, rest = self._first_batch()
-        with quiet_step(self._module, self._trainer, set()), self._trainer.precision_plugin.forward_context():
+        with self._by_itself():
             return run_on(getattr(self._module, name), batch, *rest)
+
+    @contextmanager
+    def _by_itself(self) -> Iterator[None]:
+        """Around a first step that is run for what it shows: it leaves no trace, and its optimizers do nothing."""
+        forward = self._trainer.precision_plugin.forward_context()
+        quiet = quiet_step(self._module, self._trainer, set())
+        with quiet, forward, stand_in_optimizers(self._module, self._strategy):
+            yield
 
     def probe(self, cut: Cut) -> StepFacts:
         """Learn the structure from the first batch of whatever the Trainer is about to run."""

@@ -206,23 +206,14 @@ class _KeepShare(torch.autograd.Function):
         return _join(grad, ctx.size, ctx.dim, ctx.group), None, None
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _join(x, size, dim, group)
-
+class _GatherTokens(_JoinShares):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _sum_and_keep(grad, ctx.dim, ctx.group), None, None, None
 
 
-class _ScatterPartial(torch.autograd.Function):
+class _ScatterPartial(_KeepShare):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group, ctx.size = dim, group, x.shape[dim]
         return _sum_and_keep(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _join(grad, ctx.size, ctx.dim, ctx.group), None, None

@@ -7,6 +7,7 @@ compared, with blocks as they are (of those that are alike one runs, and the oth
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,8 @@ from lightning_hybrid.tensor_parallel.styles import joined_rows
 from lightning_hybrid.tensor_parallel.together import FailedElsewhere, together
 
 __all__ = ["check_outside"]
+
+logger = logging.getLogger(__name__)
 
 #: Styles that take whole tensors and give whole tensors.
 _EXACT = ("whole", "embedding_rowwise", "embedding_colwise", "colwise_gather_output", "rowwise_split_input")
@@ -59,7 +62,12 @@ def check_outside(
     if not risky:
         return
     with _shortened(module, alike):
-        loss, gradients = _observe(module, step)
+        try:
+            loss, gradients = _observe(module, step)
+        except Exception as error:  # it needs what hooks make later
+            names = ", ".join(entry.name for entry in risky)
+            logger.warning("The tensor plan of %s was not checked: the step fails by itself (%s).", names, str(error))
+            return
         if not loss.numel():  # nothing that could be compared: a step that returns nothing
             return
         with _as_before(module):

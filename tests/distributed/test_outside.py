@@ -76,6 +76,32 @@ class LitBySetting(LitOutside):
     block = BySetting
 
 
+class LitManual(LitOutside):
+    """Asks for its optimizer, which is not there yet when the plan is checked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+
+class LitLater(LitOutside):
+    """Needs, behind the blocks, what a hook makes when training starts."""
+
+    def on_train_start(self) -> None:
+        self.factor = 2.0
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) * self.factor
+
+
 def run(rank: int, degrees: dict[str, Any], make: Any = LitOutside, sabotage: Any = None) -> Trace:
     return trace(rank, make, ROWS, degrees, sabotage=sabotage)
 
@@ -92,6 +118,12 @@ def test_a_pair_outside_of_the_blocks_equals_one_process() -> None:
     many = [on(**PAIR), {**on(**PAIR, head="colwise_gather_output"), "pipeline_parallel_size": 2}]
     for degrees in many:
         assert_equal(expected, run_ranks(2 * degrees.get("pipeline_parallel_size", 1), run, degrees))
+
+
+@pytest.mark.parametrize("make", [LitManual, LitLater])
+def test_steps_that_need_what_comes_later_equal_one_process(make: Any) -> None:
+    expected = run_ranks(1, run, ONE_PROCESS, make)[0]
+    assert_equal(expected, run_ranks(2, run, on(**PAIR), make))
 
 
 @pytest.mark.parametrize(
