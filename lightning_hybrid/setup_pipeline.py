@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -63,9 +64,9 @@ class PipelineSetup:
             return record_calls(self._module, blocks, lambda: run_on(getattr(self._module, name), batch, *rest))
 
     def run(self) -> Any:
-        """Run the first step and return its output."""
+        """Run the first step and return its output. Not under autocast, whose rounding would hide what differs."""
         name, batch, rest = self._first_batch()
-        with self._by_itself():
+        with self._by_itself(), torch.autocast(self._strategy.root_device.type, enabled=False):
             return run_on(getattr(self._module, name), batch, *rest)
 
     @contextmanager

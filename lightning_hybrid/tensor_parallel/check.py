@@ -37,6 +37,7 @@ from lightning_hybrid.tensor_parallel.styles import joined_rows
 from lightning_hybrid.tensor_parallel.together import FailedElsewhere, together
 
 __all__ = [
+    "TOLERANCE",
     "BlockCheck",
     "WholeBlock",
     "agree",
@@ -52,7 +53,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 #: Largest relative error that rounding explains; wrong splits are off by about 1.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 #: Share of the largest gradient of a block below which another one counts as zero: rounding grows with the block.
 _ZERO = 1e-3
 #: What is larger stands for infinity: masks that are added to scores.
@@ -264,7 +265,7 @@ class WholeBlock:
 def check_block(whole: WholeBlock, split: nn.Module, mesh: DeviceMesh) -> BlockCheck:
     """Compare a split copy of ``whole.fresh``, which is used up: gradients are left behind."""
     found, dtype = together(lambda: _run(split, *whole.arguments()), mesh.get_group(), mesh.device_type), whole.dtype
-    tolerance = _TOLERANCE.get(dtype, 1e-3)
+    tolerance = TOLERANCE.get(dtype, 1e-3)
     gradients, partial = {}, set()
     shares, orders = dict(split.named_parameters()), joined_rows(split)
     norms = [float(parameter.grad.norm()) for parameter in whole.ran.parameters() if parameter.grad is not None]

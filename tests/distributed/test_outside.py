@@ -126,6 +126,16 @@ def test_steps_that_need_what_comes_later_equal_one_process(make: Any) -> None:
     assert_equal(expected, run_ranks(2, run, on(**PAIR), make))
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_rounding_is_no_reason_to_refuse_and_hides_nothing(precision: str) -> None:
+    def fit(rank: int, plan: dict[str, str]) -> list[float]:
+        return trace(rank, LitOutside, ROWS, on(**plan), precision=precision).losses
+
+    assert len(run_ranks(2, fit, PAIR)[0]) == 3
+    with pytest.raises(ConfigurationError, match="Outside of the blocks"):
+        run_ranks(2, fit, {"head": "colwise"})
+
+
 @pytest.mark.parametrize(
     "plan",
     [
