@@ -42,7 +42,7 @@ def describe_rank(
 
     Args:
         strategy: With the degrees and options of the run. ``schedule="auto"`` counts as 1F1B, because schedules are
-            timed on the device; no archive is asked.
+            timed on the device; no archive is asked, and nothing is tried (``sequence_parallel`` changes no figure).
         module: The module that would be trained.
         batch: A batch of one data rank, on the CPU. Activations are counted for its micro-batches; what the step
             computes outside of the blocks (logits, the loss) takes memory here.

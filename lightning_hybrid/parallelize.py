@@ -224,15 +224,16 @@ def _plan_split(
     plan = check_plan(module, axis, plan, calls if names else {}, is_compiled=is_compiled)
     plan = infer_plan(module, axis, plan, calls, alike, is_compiled=is_compiled)
     check_not_empty(module, plan)
-    if recorded:
-        check_outside(module, axis, plan, names, alike if names else {}, first_step.run)
-    if settings.sequence_parallel:
-        plan = infer_sequence(module, axis, plan, calls if names else {}, alike)
     if settings.loss_parallel and not any(entry.style == "colwise_gather_output" for entry in plan.entries):
         raise ConfigurationError(
             "loss_parallel=True keeps the logits of a head that is split over the vocabulary, but no layer is: give it"
             ' the style in tp_plan={"...head": "colwise_gather_output"}, or use loss_parallel=False.'
         )
+    if tried and not recorded:  # nobody is there to try with: estimate.py
+        return plan
+    check_outside(module, axis, plan, names, alike if names else {}, first_step.run)
+    if settings.sequence_parallel:
+        plan = infer_sequence(module, axis, plan, calls if names else {}, alike)
     return plan
 
 

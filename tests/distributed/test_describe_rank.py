@@ -32,8 +32,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "hsdp, tied": ("nanogpt", {"data_parallel_size": 4, "replicate_size": 2, "reshard_after_forward": True}),
+    "sequence": ("llama", {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "replicas": ("nanogpt", {"data_parallel_size": 2, "replicate_size": 2}),
 }
-NUM_RANKS = {"2x2x2": 8, "hsdp, tied": 4}
+NUM_RANKS = {"2x2x2": 8, "hsdp, tied": 4, "sequence": 2, "replicas": 2}
 
 
 def strategy_of(options: dict[str, Any]) -> Hybrid3DStrategy:
