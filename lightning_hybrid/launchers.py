@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from typing import Any
 
@@ -21,6 +22,12 @@ class HybridMultiProcessingLauncher(_MultiProcessingLauncher):
     """
 
     _states: dict[str, Any]
+
+    @override
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        if self._start_method == "fork":
+            gc.freeze()  # garbage of the notebook, such as process groups, may own threads this process lacks
+        super()._wrapping_function(*args, **kwargs)
 
     @override
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:

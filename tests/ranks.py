@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import logging
 import math
 import multiprocessing
@@ -99,7 +100,7 @@ class Rank:
                 self.report = pickle.loads(self.pipe.recv_bytes())
         if self.report is None and self.reap():
             cause = describe_status(self.status or 0)
-            text = f"rank {self.rank} {cause} before its function ended.\n"
+            text = f"rank {self.rank} {cause} before its function ended.\n{self.read_output()[-8000:]}"
             self.report = Report(time=time.monotonic(), traceback=text, summary=text)
 
     def reap(self) -> bool:
@@ -112,6 +113,12 @@ class Rank:
         """Ask the process for the stacks of all its threads; works inside blocking C++ calls too."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
+
+    def read_output(self) -> str:
+        """What the process printed, the stacks of its threads last if a signal such as SIGSEGV ended it."""
+        with contextlib.suppress(OSError):
+            return (self.folder / "output").read_text(errors="replace")
+        return ""
 
     def read_stacks(self) -> str:
         return (self.folder / "stacks").read_text(errors="replace").strip() or "(no stacks could be had)"
@@ -213,10 +220,8 @@ def raise_first_failure(ranks: list[Rank], timeout: float) -> None:
 
 def replay_output(ranks: list[Rank]) -> None:
     for rank in ranks:
-        with contextlib.suppress(OSError):
-            text = (rank.folder / "output").read_text(errors="replace")
-            if text.strip():
-                print(f"--- output of rank {rank.rank} ---\n{text.rstrip()}")
+        if text := rank.read_output().rstrip():
+            print(f"--- output of rank {rank.rank} ---\n{text}")
 
 
 def describe_status(status: int) -> str:
@@ -294,6 +299,7 @@ def run_child(
 
 
 def become_rank(rank: int, folder: Path, environment: dict[str, str]) -> None:
+    gc.freeze()  # what the parent left as garbage may own threads that this process lacks
     os.setpgid(0, 0)  # so that the parent can kill dataloader workers together with their rank
     die_with_parent()
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import re
@@ -111,6 +112,28 @@ def test_killed_rank_is_named():
 
     with pytest.raises(RankError, match="rank 1 was ended by SIGKILL before its function ended"):
         run_ranks(2, function)
+
+
+def test_a_crash_shows_where_it_happened():
+    def crashes_here(rank: int) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with pytest.raises(RankError, match=r"(?s)ended by SIGSEGV.*Segmentation fault.*in crashes_here"):
+        run_ranks(1, crashes_here)
+
+
+def test_garbage_of_the_parent_is_not_collected_in_a_rank():
+    class Garbage:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            if os.getpid() != parent:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    parent = os.getpid()
+    Garbage()
+    run_ranks(1, lambda rank: gc.collect())
 
 
 def test_exception_that_cannot_be_rebuilt_still_shows_its_traceback():
