@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import multiprocessing
 import os
 import random
@@ -17,6 +19,15 @@ import torch
 import torch.distributed
 
 from tests import ranks
+
+for name in (  # imported on first use: once here, before ranks are forked, not by each of them (0.2 s)
+    "torch.distributed.checkpoint",
+    "torch.distributed.elastic.multiprocessing.api",
+    "transformers.generation.utils",
+    "transformers.modeling_utils",
+):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 
 #: Set by Lightning or pytest as they work; put back without a word.
 HARMLESS = {"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"}

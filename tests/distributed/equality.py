@@ -9,8 +9,9 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hybrid import Hybrid3DStrategy
@@ -66,15 +67,30 @@ class Recorder(L.Callback):
 
 def by_name(module: Any, tensors: dict[str, Any]) -> dict[str, Tensor]:
     """Whole tensors, with the rows in one process's order."""
-    found, rows = {name: full(tensor) for name, tensor in tensors.items()}, joined_rows(module)
+    found, rows = full({name: tensor.detach() for name, tensor in tensors.items()}), joined_rows(module)
     for name in rows.keys() & found.keys():
         found[name] = rows[name].sorted(found[name])
     return found
 
 
-def full(tensor: Tensor) -> Tensor:
-    whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-    return whole.clone()
+def full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of whole tensors; shards of a kind are exchanged at once, which is quicker than one by one."""
+    whole: dict[str, Any] = {}
+    kinds: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        whole[name] = tensor if isinstance(tensor, DTensor) else tensor.clone()
+        if isinstance(tensor, DTensor):
+            sharded = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+            if len(sharded) == 1 and type(tensor.placements[sharded[0]]) is Shard:
+                kinds.setdefault((tensor.device_mesh, sharded[0]), []).append(name)
+            else:
+                whole[name] = tensor.full_tensor().clone()
+    for (mesh, axis), names in kinds.items():
+        parts: list[Any] = [None] * mesh.size(axis)
+        dist.all_gather_object(parts, [tensors[name].to_local() for name in names], group=mesh.get_group(axis))
+        for name, shards in zip(names, zip(*parts, strict=True), strict=True):
+            whole[name] = torch.cat(shards, dim=tensors[name].placements[axis].dim)
+    return whole
 
 
 def trace(
