@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 
+from examples.gpt.data import PythonTopics
+from examples.gpt.module import LitGPT
 from lightning_hybrid.archive import Archive, Entry
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 8
@@ -109,3 +115,23 @@ def test_one_device_is_measured_once(demo: Demo) -> None:
         r"First 30 steps on one device, to compare with ...\nOne device: [\d.]+ samples/s", demo.outputs[0]
     )
     assert "One device" not in demo.outputs[1]
+
+
+def test_the_quick_start_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) <= 15
+    module = functools.partial(LitGPT, num_blocks=2, width=16, num_heads=2, context_length=8)
+    data = functools.partial(PythonTopics, batch_size=8, context_length=8)
+    quiet = {"max_steps": 2, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    monkeypatch.setattr(L, "Trainer", functools.partial(L.Trainer, **quiet, enable_model_summary=False))
+    monkeypatch.chdir(tmp_path)
+
+    def run(rank: int) -> Any:
+        scope: dict[str, Any] = {"YourModule": module, "YourData": data}
+        exec(code, scope)
+        return scope["trainer"].global_step
+
+    assert run_ranks(8, run, timeout=120) == [2] * 8
+    assert "model.blocks.*.attention.{q, k, v}" in capsys.readouterr().out  # split without a plan

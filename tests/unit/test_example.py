@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import lightning as L
 import pytest
 import torch
@@ -12,7 +9,6 @@ import torch
 from examples.gpt.data import ByteWindows, PythonTopics, read_text, split_text
 from examples.gpt.model import GPT
 from examples.gpt.module import LitGPT
-from lightning_hybrid.tensor_parallel.plan import build_tp_plan
 
 SHAPE = {"num_blocks": 2, "width": 16, "num_heads": 2, "context_length": 16}
 
@@ -104,14 +100,3 @@ def test_one_step_changes_every_parameter() -> None:
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     build_trainer(max_steps=1).fit(module, data)
     assert [name for name, p in module.named_parameters() if torch.equal(p, before[name])] == []
-
-
-def test_the_quick_start_of_the_readme_is_real_and_short() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    code = readme.split("```python\n")[1].split("```")[0]
-    assert len(code.splitlines()) <= 15
-    scope: dict[str, Any] = {"YourModule": LitGPT, "YourData": PythonTopics}
-    exec(code.split("trainer = ")[0], scope)
-    plan = build_tp_plan(LitGPT(), scope["strategy"].tp_plan, 2)
-    assert {entry.name.rpartition(".")[2] for entry in plan.split} == set("qkvo")
-    assert code.strip().endswith("trainer.fit(YourModule(), YourData())")
