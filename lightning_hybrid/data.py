@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.one_reader import OneReader, SharedIterator
 from lightning_hybrid.structure import leaves_of
 
 __all__ = [
@@ -19,6 +23,7 @@ __all__ = [
     "first_batch_size",
     "make_peekable",
     "peek_first_batch",
+    "prepare_loader",
     "restore_loader_states",
     "same_worker_seeds",
     "uses_default_collate",
@@ -64,14 +69,18 @@ class _PeekableIterator:
         return self._first[0]
 
 
-_WAITING, _LATEST = "_hybrid_waiting_iterator", "_hybrid_latest_iterator"
+_WAITING, _LATEST, _READER = "_hybrid_waiting_iterator", "_hybrid_latest_iterator", "_hybrid_reader"
+#: Where iterators are made on all ranks alike: Lightning's loops make theirs in the first one.
+_ASKED_BY_ALL = (CombinedLoader.__module__, __name__)
 
 
 def _iter(self: Any) -> Any:
     """Of a peekable loader: hand out the iterator that was only looked at, or a new one, and remember it."""
-    waiting = self.__dict__.pop(_WAITING, None)
-    make = type(self)._hybrid_base.__iter__
-    self.__dict__[_LATEST] = waiting or _PeekableIterator(self, lambda: make(self))
+    base, reader = functools.partial(type(self)._hybrid_base.__iter__, self), self.__dict__.get(_READER)
+    if reader is not None and sys._getframe(1).f_globals["__name__"] not in _ASKED_BY_ALL:
+        return base()  # a callback that shows samples on rank 0, say: the others do not come
+    make = base if reader is None else functools.partial(SharedIterator, reader, base)
+    self.__dict__[_LATEST] = self.__dict__.pop(_WAITING, None) or _PeekableIterator(self, make)
     return self.__dict__[_LATEST]
 
 
@@ -81,23 +90,39 @@ def _load_state_dict(self: Any, state: Any) -> None:
     type(self)._hybrid_base.load_state_dict(self, state)
 
 
+def _state_dict(self: Any) -> Any:
+    """Of a peekable loader: a rank that does not read has no state (and to ask for it may start workers)."""
+    reader = self.__dict__.get(_READER)
+    return {} if reader is not None and not reader.reads else type(self)._hybrid_base.state_dict(self)
+
+
 def _epoch_of(loader: Any) -> Any:
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
     return tuple(getattr(sampler, "epoch", None) for sampler in samplers)
 
 
-def make_peekable(loader: Any) -> Any:
-    """Give a loader a class whose iterators can be looked into by :func:`peek_first_batch`.
+def make_peekable(loader: Any, reader: OneReader | None = None) -> Any:
+    """Give a loader a class whose iterators can be looked into by :func:`peek_first_batch`, and are read by ``reader``.
 
     The class has one base only: Python refuses to change an instance's class to one with another layout.
     """
     cls = type(loader)
-    if hasattr(cls, "_hybrid_base") or not hasattr(cls, "__iter__"):
+    if not hasattr(cls, "_hybrid_base"):
+        loader = _with_peekable_class(loader, cls)
+    if hasattr(type(loader), "_hybrid_base"):
+        loader.__dict__[_READER] = reader
+    return loader
+
+
+def _with_peekable_class(loader: Any, cls: Any) -> Any:
+    if not hasattr(cls, "__iter__"):
         return loader
     methods: dict[str, Any] = {"__iter__": _iter, "_hybrid_base": cls, "__module__": cls.__module__}
     if hasattr(cls, "load_state_dict"):
         methods["load_state_dict"] = _load_state_dict
+    if hasattr(cls, "state_dict"):
+        methods["state_dict"] = _state_dict
     try:
         loader.__class__ = type(cls.__name__, (cls,), methods)
     except TypeError:  # lists and other built-in iterables, which start anew each time anyway
@@ -133,6 +158,15 @@ def restore_loader_states(module: Any) -> None:
         fit_loop._combined_loader._load_state_dicts(states)  # Lightning's own method does so before this point only
         fit_loop._combined_loader_states_to_load = []
         iter(fit_loop._data_fetcher)
+
+
+def prepare_loader(loader: Any, strategy: Any) -> Any:
+    """Make a loader of a Trainer what ranks of one data coordinate need: alike, read by one of them, looked into."""
+    same_worker_seeds(loader, strategy.coordinate.data)
+    if strategy.layout.pipeline_parallel_size == strategy.layout.tensor_parallel_size == 1:
+        return loader
+    reader = OneReader(strategy.device_mesh, strategy.root_device) if strategy.settings.load_once else None
+    return make_peekable(loader, reader)
 
 
 def same_worker_seeds(loader: Any, data_rank: int) -> None:

@@ -27,6 +27,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or _are_names(value),
         'a list of names of the batch\'s tensors, such as ["rel_bias"] ([]: all have a row per sample)',
     ),
+    "load_once": (lambda value: isinstance(value, bool), "True or False"),
     "whole_batch_loss": (lambda value: isinstance(value, bool), "True or False"),
     "loss_parallel": (lambda value: isinstance(value, bool), "True or False"),
     "sequence_parallel": (lambda value: isinstance(value, bool), "True or False"),
@@ -62,6 +63,7 @@ class Settings:
 
     blocks: Blocks
     unbatched: Collection[str] | None
+    load_once: bool
     whole_batch_loss: bool
     tp_plan: Mapping[str, Any] | None
     loss_parallel: bool

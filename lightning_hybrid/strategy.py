@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_hybrid.choose import check_run, choose_layout
 from lightning_hybrid.clock import Clock
-from lightning_hybrid.data import make_peekable, restore_loader_states, same_worker_seeds
+from lightning_hybrid.data import prepare_loader, restore_loader_states
 from lightning_hybrid.describe import describe_run, layout_table, memory_table
 from lightning_hybrid.evaluation import EvaluationHooks, evaluate_by_no_grad, refuse_too_few_samples
 from lightning_hybrid.gradients import zeroes_unseen
@@ -73,8 +73,8 @@ class Hybrid3DStrategy(EvaluationHooks):
         stages_per_rank: Virtual stages of each pipeline rank, for schedules that have them; ``"auto"`` is 2 for those.
         blocks: FQN(s) of the list(s) of blocks to cut along, if they are not found by themselves; or the name of a
             method or property of the module that returns the blocks, or a function that does so given the module.
-        unbatched: Names of the batch's tensors that have no row per sample, for batches where shapes do not tell
-            (see :mod:`lightning_hybrid.microbatches`).
+        unbatched: Names of tensors of the batch with no row per sample, where shapes do not tell (``microbatches``).
+        load_once: Whether one rank (of the last stage) reads, and has the workers, for all that share its batches.
         whole_batch_loss: Whether, in a pipeline, the code after the last block runs once on the whole batch, for losses
             that compare samples with each other. Such a schedule ends all forwards before the first backward:
             ``"GPipe"`` (then the default) or ``"LoopedBFS"``.
@@ -110,6 +110,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         stages_per_rank: Degree = "auto",
         blocks: Blocks = None,
         unbatched: list[str] | None = None,
+        load_once: bool = False,
         whole_batch_loss: bool = False,
         tp_plan: Mapping[str, Any] | None = None,
         loss_parallel: bool = False,
@@ -138,6 +139,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         self.settings = Settings(
             blocks=blocks,
             unbatched=unbatched,
+            load_once=load_once,
             whole_batch_loss=whole_batch_loss,
             tp_plan=tp_plan,
             loss_parallel=loss_parallel,
@@ -377,9 +379,7 @@ class Hybrid3DStrategy(EvaluationHooks):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        same_worker_seeds(dataloader, self.coordinate.data)
-        looks_ahead = self.layout.pipeline_parallel_size > 1 or self.layout.tensor_parallel_size > 1
-        return make_peekable(dataloader) if looks_ahead else dataloader
+        return prepare_loader(dataloader, self)
 
     @override
     def on_train_start(self) -> None:

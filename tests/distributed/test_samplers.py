@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid import strategy as strategy_module
+from lightning_hybrid import data as data_module
 from lightning_hybrid.errors import ConfigurationError
 from tests.distributed.equality import QUIET
 from tests.distributed.test_hooks import PLAN, Block
@@ -101,7 +101,7 @@ def read(rank: int, triple: tuple[int, int, int], kind: str) -> Seen:
     if kind != "unseeded":
         L.seed_everything(2, workers=True, verbose=False)
     if kind == "sabotage":
-        pytest.MonkeyPatch().setattr(strategy_module, "same_worker_seeds", lambda *_: None)
+        pytest.MonkeyPatch().setattr(data_module, "same_worker_seeds", lambda *_: None)
     items, trainer = Items(64), trainer_of(triple)
     loader = DataLoader(items, batch_size=4, shuffle=True, num_workers=1)
     if kind == "batch sampler":
