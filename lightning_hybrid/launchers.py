@@ -34,7 +34,8 @@ class HybridMultiProcessingLauncher(_MultiProcessingLauncher):
         callbacks = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}  # on all ranks
         self._states = {"callbacks": callbacks, "progress": trainer.fit_loop.state_dict()}
         # the base class asks the module, which holds this rank's part only; the strategy gathers all parts
-        whole = self._strategy.lightning_module_state_dict()
+        strategy: Any = self._strategy
+        whole = strategy.whole_state()
         module = trainer.lightning_module
         module.__dict__["state_dict"] = lambda *args, **kwargs: whole
         try:

@@ -32,6 +32,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "SHARES",
@@ -70,11 +71,12 @@ def random_mark(device: torch.device | None = None) -> str:
     return repr((hash(python), hash((numbers[1].tobytes(), *numbers[2:])), hash(cpu.numpy().tobytes()), cuda))
 
 
-def same_random_state(group: dist.ProcessGroup) -> None:
-    """Give all ranks of a group the random state of its first one. A collective."""
-    carrier = [random_state()]
-    dist.broadcast_object_list(carrier, group=group, group_src=0)
-    restore_random_state(carrier[0])
+def same_random_state(mesh: DeviceMesh) -> None:
+    """Give all ranks of one data coordinate the random state of the first one. A collective."""
+    for axis in ("pipeline_parallel", "tensor_parallel"):
+        carrier = [random_state()]
+        dist.broadcast_object_list(carrier, group=mesh[axis].get_group(), group_src=0)
+        restore_random_state(carrier[0])
 
 
 class StepRandomness:

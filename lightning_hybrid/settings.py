@@ -37,6 +37,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "reshard_after_forward": (lambda value: value is None or isinstance(value, bool), "True, False or None"),
     "cpu_offload": (lambda value: isinstance(value, bool), "True or False"),
+    "save_distributed_checkpoint": (
+        lambda value: isinstance(value, bool) or value == "async",
+        'True (a directory), "async" (a directory, written while training goes on) or False (one file)',
+    ),
     "archive": (
         lambda value: value is None or isinstance(value, (str, os.PathLike)),
         "a folder, an fsspec URL, or None",
@@ -72,6 +76,7 @@ class Settings:
     cpu_offload: bool
     activation_checkpointing: ActivationCheckpointing
     compile: bool | Mapping[str, Any]
+    save_distributed_checkpoint: bool | Literal["async"]
     archive: str | os.PathLike[str] | None
     start_method: Literal["popen", "fork", "spawn"]
     process_group_backend: str | None

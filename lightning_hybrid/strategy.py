@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -49,8 +48,6 @@ from lightning_hybrid.tensor_parallel.joined_late import joined
 
 __all__ = ["Hybrid3DStrategy"]
 
-logger = logging.getLogger(__name__)
-
 Degree = int | Literal["auto"]
 
 
@@ -90,6 +87,8 @@ class Hybrid3DStrategy(EvaluationHooks):
         activation_checkpointing: What blocks keep for the backward: ``"none"`` (everything), ``"full"`` (only their
             arguments), ``"selective"`` (results of matrix products and attention too), or a list of operations to keep.
         compile: Whether blocks are compiled one by one; or the arguments of ``torch.compile``.
+        save_distributed_checkpoint: Whether a checkpoint is a directory, to which each rank writes its part (with
+            ``"async"`` while training goes on); otherwise it is one plain file, which rank 0 writes from its memory.
         archive: Folder or fsspec URL of run entries; a run without any degrees starts from the best one that fits.
         start_method: How Lightning starts the processes: ``"popen"`` (the script again), ``"fork"``, ``"spawn"``.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by the device if ``None``.
@@ -119,6 +118,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         cpu_offload: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
         compile: bool | Mapping[str, Any] = False,
+        save_distributed_checkpoint: bool | Literal["async"] = False,
         archive: str | os.PathLike[str] | None = "archive",
         start_method: Literal["popen", "fork", "spawn"] = "popen",
         process_group_backend: str | None = None,
@@ -148,6 +148,7 @@ class Hybrid3DStrategy(EvaluationHooks):
             cpu_offload=cpu_offload,
             activation_checkpointing=activation_checkpointing,
             compile=compile,
+            save_distributed_checkpoint=save_distributed_checkpoint,
             archive=archive,
             start_method=start_method,
             process_group_backend=process_group_backend,
@@ -342,12 +343,10 @@ class Hybrid3DStrategy(EvaluationHooks):
     def _synchronise_randomness(self) -> None:
         """See the note in :mod:`lightning_hybrid.randomness`."""
         self._seed = self.broadcast(torch.initial_seed() % 2**62)
-        if self.layout.world_size == 1:
-            return
-        for axis in ("pipeline_parallel", "tensor_parallel"):
-            same_random_state(self.device_mesh[axis].get_group())
-        if self._random is None:
-            self._random = StepRandomness(derive_seed(self._seed, self.coordinate.data), self.root_device)
+        if self.layout.world_size > 1:
+            same_random_state(self.device_mesh)
+            seed = derive_seed(self._seed, self.coordinate.data)
+            self._random = self._random or StepRandomness(seed, self.root_device)
 
     def _hook_precision(self) -> None:
         """Clipping goes by one norm over all axes, whoever calls it."""

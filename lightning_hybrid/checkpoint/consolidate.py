@@ -26,7 +26,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.shares import collect, share_of
+from lightning_hybrid.checkpoint.shares import collect, leave_in_place, share_of
+from lightning_hybrid.checkpoint.tensors import Share
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.tensor_parallel.collectives import JoinedRows
 from lightning_hybrid.tensor_parallel.styles import joined_rows, rows_of
@@ -127,12 +128,17 @@ class StateKeys:
         return names
 
 
-def gather_model_state(module: nn.Module, keys: StateKeys, mesh: DeviceMesh | None) -> dict[str, Any]:
+def gather_model_state(
+    module: nn.Module, keys: StateKeys, mesh: DeviceMesh | None, *, in_place: bool = False
+) -> dict[str, Any]:
     """Return the whole module's state dict. A collective over the world.
 
     On rank 0 tensors are plain, on the CPU, and tied ones are one object, as in one process; buffers and extra state
     come from the stage that owns them, from its lowest rank. On the other ranks there are the same keys, with tensors
     on the meta device: enough for an ``on_save_checkpoint`` that picks or renames keys.
+
+    With ``in_place`` nothing is moved: every rank has a :class:`~lightning_hybrid.checkpoint.tensors.Share` for each
+    tensor, one object for tied ones.
 
     Raises:
         CheckpointError: on every rank, if a tensor is held by no stage or cannot be put together.
@@ -145,9 +151,12 @@ def gather_model_state(module: nn.Module, keys: StateKeys, mesh: DeviceMesh | No
         if (key in keys.owned or key not in keys.canonical) and not (isinstance(value, Tensor) and value.is_meta):
             entries.setdefault(keys.canonical.get(key, key), value)
     rows = {keys.canonical.get(name, name): found for name, found in joined_rows(module).items()}
-    found = collect(entries, _device(mesh), rows)
+    found = (leave_in_place if in_place else collect)(entries, _device(mesh), rows)
     wanted = [key for key in keys.all_keys if key in state] + [key for key in state if key not in keys.all_keys]
-    if not _is_first():
+    if not _is_first() and in_place:
+        for key in wanted:
+            found.setdefault(keys.canonical.get(key, key), _nothing_of(state[key]))
+    elif not _is_first():
         return OrderedDict((key, _weightless(state[key])) for key in wanted)
     missing = [key for key in wanted if keys.canonical.get(key, key) not in found]
     if missing:
@@ -155,6 +164,10 @@ def gather_model_state(module: nn.Module, keys: StateKeys, mesh: DeviceMesh | No
     whole: OrderedDict[str, Any] = OrderedDict((key, found[keys.canonical.get(key, key)]) for key in wanted)
     whole._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]  # torch's versions of modules
     return whole
+
+
+def _nothing_of(value: Any) -> Any:
+    return Share.make(value.shape, value.dtype) if isinstance(value, Tensor) else value
 
 
 def _weightless(value: Any) -> Any:
@@ -205,6 +218,8 @@ def gather_optimizer_state(
     keys: StateKeys,
     mesh: DeviceMesh | None,
     order: Sequence[Sequence[str]] = (),
+    *,
+    in_place: bool = False,
 ) -> dict[str, Any]:
     """Return the optimizer's state as one process would have it, on rank 0; ``{}`` elsewhere. A collective.
 
@@ -219,6 +234,8 @@ def gather_optimizer_state(
         mesh: with the axis ``pipeline_parallel``; ``None`` for one process.
         order: names of each group as one process has them, from :meth:`StateKeys.release`. For groups without, stages
             are joined in the order of the module's parameters.
+        in_place: move nothing, see :func:`gather_model_state`. Rank 0 has an entry for every state, other ranks for
+            those that they hold; a share's ``key`` is ``<parameter name>.<name of the state>``.
 
     Raises:
         CheckpointError: on every rank, if state of a split parameter has a shape of its own (and is not a DTensor), or
@@ -239,9 +256,12 @@ def gather_optimizer_state(
             for key, value in values.items():
                 entries[flat[index], key] = _checked(optimizer, parameters[index], value)
     rows = {key: joined[key[0]] for key in entries if key[0] in joined}
-    found = collect(entries, _device(mesh), rows)
-    if not _is_first():
+    found = (leave_in_place if in_place else collect)(entries, _device(mesh), rows)
+    if not _is_first() and not in_place:
         return {}
+    for name_and_key, value in found.items():
+        if isinstance(value, Share):
+            value.key = ".".join(map(str, name_and_key))
     position = {name: i for i, name in enumerate(name for group in whole for name in group)}
     per_parameter = {key[0]: value for key, value in found.items() if len(key) == 1}
     for name, key in sorted((key for key in found if len(key) == 2), key=lambda key: position[key[0]]):

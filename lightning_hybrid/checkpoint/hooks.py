@@ -1,4 +1,4 @@
-"""The strategy's hooks for optimizers and state: one plain file, whatever the degrees."""
+"""The strategy's hooks for optimizers and state: a plain file or a directory, whatever the degrees."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from lightning_hybrid.checkpoint.consolidate import (
     scatter_model_state,
     scatter_optimizer_state,
 )
-from lightning_hybrid.checkpoint.files import read_checkpoint
+from lightning_hybrid.checkpoint.directory import on_first, write_directory
+from lightning_hybrid.checkpoint.files import read_checkpoint, write_file
+from lightning_hybrid.checkpoint.whole import checkpoint_to_load
 from lightning_hybrid.collectives import AxisCollectives
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.materialize import on_meta
 from lightning_hybrid.optimizer import disable_foreach_on_mixed_tensors
 from lightning_hybrid.optimizer_scope import refuse_wide_optimizers
+from lightning_hybrid.settings import Settings
 from lightning_hybrid.sharding import reshard_inside
 
 __all__ = ["CheckpointHooks"]
@@ -36,13 +39,13 @@ class CheckpointHooks(AxisCollectives):
     _waiting_state: tuple[Mapping[str, Any], bool] | None = None
     """A checkpoint's, with its ``strict``, for a module that has no memory yet."""
     _group_names: list[list[list[str]]]
+    """For each optimizer the parameter names of its groups, as one process has them."""
+    settings: Settings
 
     @property
     def layout(self) -> Layout:
         """The degrees of this run."""
         raise NotImplementedError
-
-    """For each optimizer the parameter names of its groups, as one process has them."""
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
@@ -64,10 +67,19 @@ class CheckpointHooks(AxisCollectives):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state, on rank 0; a collective."""
+        """The whole module's state, on rank 0; shares of it, on all ranks, for a sharded checkpoint. A collective."""
+        return self.whole_state(in_place=self._is_sharded)
+
+    def whole_state(self, *, in_place: bool = False) -> dict[str, Any]:
+        """See :func:`~lightning_hybrid.checkpoint.consolidate.gather_model_state`."""
         self.refuse_apart("trainer.save_checkpoint, or the whole module's state,")
         assert self.lightning_module is not None
-        return gather_model_state(self.lightning_module, self._keys, self._mesh)
+        return gather_model_state(self.lightning_module, self._keys, self._mesh, in_place=in_place)
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether checkpoints are written as directories."""
+        return bool(self.settings.save_distributed_checkpoint)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -89,8 +101,22 @@ class CheckpointHooks(AxisCollectives):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Map the file: each rank reads its own part only."""
-        return read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only)
+        """Read a file or a directory: each rank its own part only. All ranks read the same one. A collective."""
+        path = on_first(lambda: checkpoint_to_load(checkpoint_path), checkpoint_path)
+        return read_checkpoint(path, self.checkpoint_io, weights_only)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a directory, or a file from rank 0: aside first, then in its place. A collective.
+
+        Raises:
+            CheckpointError: on every rank, with the first cause; what was at the path is as it was.
+        """
+        path = self.broadcast(filepath)
+        if self._is_sharded:
+            write_directory(checkpoint, path)
+        else:
+            on_first(lambda: write_file(checkpoint, path, self.checkpoint_io, storage_options), path)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -98,7 +124,9 @@ class CheckpointHooks(AxisCollectives):
         plain = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds the user's
         order = self._group_names[self.optimizers.index(plain)]
         assert self.lightning_module is not None
-        return gather_optimizer_state(plain, self.lightning_module, self._keys, self._mesh, order)
+        return gather_optimizer_state(
+            plain, self.lightning_module, self._keys, self._mesh, order, in_place=self._is_sharded
+        )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from lightning_hybrid.checkpoint.tensors import Piece, Share
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.tensor_parallel.collectives import JoinedRows
 
-__all__ = ["collect", "local_slices", "share_of"]
+__all__ = ["collect", "leave_in_place", "local_slices", "share_of"]
 
 #: Start and end along each dimension.
 Bounds = tuple[tuple[int, int], ...]
@@ -108,6 +109,8 @@ class _Part:
     bounds: Bounds
     rows: JoinedRows | None = None
     """In which order the ranks hold the whole tensor's rows, if it is not that of one process."""
+    is_equal_everywhere: bool = False
+    """Whether ranks with the same bounds hold the same values for certain; buffers of data ranks may differ."""
 
 
 def collect(
@@ -131,12 +134,7 @@ def collect(
     Raises:
         CheckpointError: on every rank, if an entry of some rank is unfit, or parts of a tensor are nowhere.
     """
-    offers = {key: _offer(value, (rows or {}).get(key)) for key, value in entries.items()}
-    everyone = _gather_to_first(offers)
-    sends, error = _plan(everyone) if everyone else ([], None)
-    sends, error = _from_first((sends, error))
-    if error is not None:
-        raise CheckpointError(error)
+    _, everyone, sends = _agree(entries, rows, balanced=False)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
         return _receive(everyone, sends, entries, device)
@@ -146,12 +144,71 @@ def collect(
     return {}
 
 
+def leave_in_place(
+    entries: Mapping[Any, Any], device: torch.device, rows: Mapping[Any, JoinedRows] | None = None
+) -> dict[Any, Any]:
+    """Say which rank writes which part of each tensor, and move nothing. A collective over the world.
+
+    Arguments, and what is raised, are those of :func:`collect`. Parts that several ranks hold are shared out among
+    them; of plain tensors the lowest rank's count, as there.
+
+    Returns:
+        A :class:`~lightning_hybrid.checkpoint.tensors.Share` for each tensor: on rank 0 of all entries, on other ranks
+        of their own. Tensors without elements are plain, and objects are as they came.
+    """
+    offers, everyone, sends = _agree(entries, rows, balanced=True)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    pieces: dict[Any, list[Piece]] = {}
+    for key, bounds, source in sends:
+        if source == rank:
+            pieces.setdefault(key, []).extend(_pieces(_local(entries[key]), bounds, offers[key].rows))
+    found: dict[Any, Any] = {}
+    for key, offer in {key: offer for some in reversed(everyone or [offers]) for key, offer in some.items()}.items():
+        if not isinstance(offer, _Part):
+            found[key] = offer
+        elif offer.shape.numel() == 0:
+            found[key] = torch.empty(offer.shape, dtype=offer.dtype)
+        else:
+            found[key] = Share.make(offer.shape, offer.dtype, pieces.get(key, ()))
+    return found
+
+
+def _pieces(local: Tensor, bounds: Bounds, rows: JoinedRows | None) -> list[Piece]:
+    """A rank's part as boxes of the whole tensor: one, or one for each run of rows that stay together."""
+    start = [begin for begin, _ in bounds]
+    if rows is None:
+        return [(tuple(start), local)]
+    mine = rows.order[slice(*bounds[rows.dim])]
+    breaks = (mine.diff() != 1).nonzero().flatten().add(1).tolist()
+    pieces = []
+    for first, last in zip([0, *breaks], [*breaks, len(mine)], strict=True):
+        start[rows.dim] = int(mine[first])
+        pieces.append((tuple(start), local.narrow(rows.dim, first, last - first)))
+    return pieces
+
+
+_Sends = list[tuple[Any, Bounds, int]]
+
+
+def _agree(
+    entries: Mapping[Any, Any], rows: Mapping[Any, JoinedRows] | None, *, balanced: bool
+) -> tuple[dict[Any, Any], list[dict[Any, Any]], _Sends]:
+    """This rank's offers, on rank 0 everyone's, and which rank gives which part."""
+    offers = {key: _offer(value, (rows or {}).get(key)) for key, value in entries.items()}
+    everyone = _gather_to_first(offers)
+    sends, error = _plan(everyone, balanced) if everyone else ([], None)
+    sends, error = _from_first((sends, error))
+    if error is not None:
+        raise CheckpointError(error)
+    return offers, everyone, sends
+
+
 def _offer(value: Any, rows: JoinedRows | None) -> Any:
     try:
         if isinstance(value, DTensor):
             bounds = tuple((s.start, s.stop) for s in local_slices(value))
             joined = rows if rows and rows.fit(value) else None
-            return _Part(shape=value.shape, dtype=value.dtype, bounds=bounds, rows=joined)
+            return _Part(shape=value.shape, dtype=value.dtype, bounds=bounds, rows=joined, is_equal_everywhere=True)
     except CheckpointError as error:
         return error
     if isinstance(value, Tensor):
@@ -159,13 +216,10 @@ def _offer(value: Any, rows: JoinedRows | None) -> Any:
     return value
 
 
-_Sends = list[tuple[Any, Bounds, int]]
-
-
-def _plan(everyone: list[dict[Any, Any]]) -> tuple[_Sends, str | None]:
+def _plan(everyone: list[dict[Any, Any]], balanced: bool) -> tuple[_Sends, str | None]:
     """Pick a rank for each part, keys in the order in which ranks have them; or say what is wrong."""
     shapes: dict[Any, tuple[torch.Size, torch.dtype]] = {}
-    sources: dict[Any, dict[Bounds, int]] = {}
+    sources: dict[Any, dict[Bounds, list[int]]] = {}
     for rank, offers in enumerate(everyone):
         for key, offer in offers.items():
             if isinstance(offer, Exception):
@@ -176,14 +230,21 @@ def _plan(everyone: list[dict[Any, Any]]) -> tuple[_Sends, str | None]:
                         f"{_text(key)} is {tuple(offer.shape)} {offer.dtype} on rank {rank} and"
                         f" {tuple(shapes[key][0])} {shapes[key][1]} on a lower rank; all must hold the same tensor."
                     )
-                sources.setdefault(key, {}).setdefault(offer.bounds, rank)
+                holders = sources.setdefault(key, {}).setdefault(offer.bounds, [])
+                if not holders or (balanced and offer.is_equal_everywhere):
+                    holders.append(rank)
     sends: _Sends = []
+    load = [0] * len(everyone)
     for key, parts in sources.items():
-        whole = {bounds: rank for bounds, rank in parts.items() if _numel(bounds) == shapes[key][0].numel()}
-        chosen = dict(list(whole.items())[:1]) or {b: r for b, r in parts.items() if _numel(b)}
+        whole = {bounds: ranks for bounds, ranks in parts.items() if _numel(bounds) == shapes[key][0].numel()}
+        chosen = dict(list(whole.items())[:1]) or {b: ranks for b, ranks in parts.items() if _numel(b)}
         if sum(map(_numel, chosen)) != shapes[key][0].numel():
             return [], f"{_text(key)}: the parts {sorted(chosen)} do not make up the shape {tuple(shapes[key][0])}."
-        sends += [(key, bounds, rank) for bounds, rank in chosen.items() if _numel(bounds)]
+        for bounds, ranks in chosen.items():
+            if _numel(bounds):
+                rank = min(ranks, key=load.__getitem__)
+                load[rank] += _numel(bounds) * shapes[key][1].itemsize
+                sends.append((key, bounds, rank))
     return sends, None
 
 

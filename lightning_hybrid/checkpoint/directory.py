@@ -1,0 +1,214 @@
+"""A checkpoint's dict <-> a directory (see :mod:`lightning_hybrid.checkpoint.format`).
+
+Read, it is the same dict as a plain file's, with :class:`~lightning_hybrid.checkpoint.tensors.Stored` tensors. So hooks
+may edit it, and what loads plain files loads directories.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import fsspec
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_hybrid.checkpoint.format import ENTRY, META, VERSION, optimizer_key, plain_key
+from lightning_hybrid.checkpoint.planners import SharePlanner, StoredTensors
+from lightning_hybrid.checkpoint.tensors import Share, Stored
+from lightning_hybrid.checkpoint.whole import begin_aside, mark_whole, put_in_place, remove
+from lightning_hybrid.errors import CheckpointError
+
+__all__ = ["as_shares", "on_first", "read_directory", "take_out", "write_directory"]
+
+_Path = tuple[Any, ...]
+
+
+def as_shares(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plain checkpoint's dict with shares for its tensors, to be written as a directory by one process.
+
+    Tensors of the module's state and of optimizers are taken (also those that are not read yet); all else stays.
+    """
+    shares: dict[int, Any] = {}
+
+    def share(value: Any, key: str | None) -> Any:
+        if not isinstance(value, torch.Tensor) or value.numel() == 0:
+            return value
+        if id(value) not in shares:
+            shares[id(value)] = Share.make(value.shape, value.dtype, [((0,) * value.ndim, value)], key)
+        return shares[id(value)]
+
+    whole = dict(checkpoint)
+    if "state_dict" in whole:
+        state = whole["state_dict"] = copy.copy(whole["state_dict"])
+        state.update({key: share(value, None) for key, value in state.items()})
+    whole["optimizer_states"] = [
+        {**state, "state": _named_states(state, share)} for state in whole.get("optimizer_states", ())
+    ]
+    if "optimizer_states" not in checkpoint:
+        del whole["optimizer_states"]
+    return whole
+
+
+def _named_states(state: Mapping[str, Any], share: Callable[[Any, str], Any]) -> dict[Any, Any]:
+    groups = state.get("param_names") or [group.get("param_names") for group in state["param_groups"]]
+    names: dict[Any, str] = {}
+    for group, named in zip(state["param_groups"], groups, strict=True):
+        names.update(zip(group["params"], named or map(str, group["params"]), strict=True))
+    return {
+        index: {key: share(value, f"{names[index]}.{key}") for key, value in values.items()}
+        if index in names
+        else values
+        for index, values in state["state"].items()
+    }
+
+
+def take_out(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[_Path, str], dict[str, Any]]:
+    """Divide a checkpoint into what ``meta.pt`` holds, where in it a tensor is missing, and these tensors by name."""
+    stored: dict[_Path, str] = {}
+    shares: dict[str, Any] = {}
+    names: dict[int, str] = {}
+
+    def walk(value: Any, path: _Path) -> Any:
+        if isinstance(value, Share):
+            if id(value) not in names:
+                is_state = path[0] == "optimizer_states" and value.key is not None
+                key = optimizer_key(path[1], value.key) if is_state and value.key else plain_key(path)
+                while key in shares:  # two dicts may lead to one name
+                    key += "'"
+                names[id(value)], shares[key] = key, value
+            stored[path] = names[id(value)]
+            return None
+        if isinstance(value, dict):
+            walked = copy.copy(value)  # an OrderedDict keeps its attributes: torch's versions of modules
+            walked.update({key: walk(item, (*path, key)) for key, item in value.items()})
+            return walked
+        if type(value) in (list, tuple):
+            return type(value)(walk(item, (*path, i)) for i, item in enumerate(value))
+        return value
+
+    return walk(dict(checkpoint), ()), stored, shares
+
+
+def write_directory(checkpoint: Mapping[str, Any], path: Any, group: dist.ProcessGroup | None = None) -> None:
+    """Write a checkpoint as a directory: aside, and in its place when all is there. A collective.
+
+    Args:
+        checkpoint: with shares in the place of tensors; what is not a share is taken from the group's first rank.
+        path: a folder or an fsspec URL, the same on all ranks, and seen by all of them.
+        group: of the ranks that write; all by default. Without a process group it is this process.
+
+    Raises:
+        CheckpointError: on every rank, with the first cause. What was at ``path`` is as it was.
+    """
+    meta, stored, shares = take_out(checkpoint)
+    meta[ENTRY] = {**meta.get(ENTRY, {}), "version": VERSION, "stored": [[list(p), key] for p, key in stored.items()]}
+    write_parts(meta, shares, path, group)
+
+
+def write_parts(meta: Mapping[str, Any], shares: dict[str, Any], path: Any, group: dist.ProcessGroup | None) -> None:
+    """See :func:`write_directory`; takes what :func:`take_out` has divided."""
+    aside = on_first(lambda: begin_aside(path, is_folder=True), path, group)
+    try:
+        _save_tensors(meta, shares, aside, path, group)
+        on_first(lambda: _finish(meta, aside, path), path, group)
+    except CheckpointError:
+        if _is_first(group):
+            _try_to_remove(aside)
+        raise
+
+
+def _save_tensors(
+    meta: Mapping[str, Any], shares: dict[str, Any], aside: str, path: Any, group: dist.ProcessGroup | None
+) -> None:
+    wanted = {key for _, key in meta[ENTRY]["stored"]} if _is_first(group) else ()
+    writer = FsspecWriter(aside) if "://" in aside else FileSystemWriter(aside)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*torch.distributed is disabled.*")
+            save(shares, storage_writer=writer, planner=SharePlanner(wanted), process_group=group)
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise CheckpointError(f"The checkpoint {path} could not be saved: rank {rank}: {_text(cause)}") from cause
+
+
+def _finish(meta: Mapping[str, Any], aside: str, path: Any) -> None:
+    with fsspec.open(os.path.join(aside, META), "wb") as file:
+        torch.save(dict(meta), file)
+    facts = {key: meta[key] for key in ("global_step", "epoch") if isinstance(meta.get(key), int)}
+    mark_whole(aside, facts)
+    put_in_place(aside, path)
+
+
+def read_directory(path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    """Return the dict of a directory, its tensors not read yet. Not a collective; each rank reads what it uses.
+
+    Raises:
+        CheckpointError: if the directory is not one of ours.
+    """
+    text = os.fspath(path)
+    with fsspec.open(os.path.join(text, META), "rb") as file:
+        checkpoint: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+    entry = checkpoint.get(ENTRY, {})
+    if "stored" not in entry:
+        raise CheckpointError(f"The directory {text} was not written by lightning_hybrid.")
+    tensors = StoredTensors(FsspecReader(text) if "://" in text else FileSystemReader(text))
+    found: dict[str, Stored] = {}
+    for place, key in entry.pop("stored"):
+        if key not in found:
+            found[key] = tensors[key]
+        checkpoint = _set(checkpoint, place, found[key])
+    return checkpoint
+
+
+def _set(container: Any, path: list[Any], value: Any) -> Any:
+    """Put a value at a path; tuples on the way are made anew."""
+    if not path:
+        return value
+    first, *rest = path
+    if isinstance(container, tuple):
+        return (*container[:first], _set(container[first], rest, value), *container[first + 1 :])
+    container[first] = _set(container[first], rest, value)
+    return container
+
+
+def on_first(function: Callable[[], Any], path: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Run a function on the group's first rank and return its result on all. A collective.
+
+    Raises:
+        CheckpointError: on every rank, if it fails.
+    """
+    outcome: list[Any] = [None, None]
+    if _is_first(group):
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            outcome[1] = _text(error)
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, group=group, group_src=0)
+    if outcome[1] is not None:
+        raise CheckpointError(f"The checkpoint {path} could not be saved: {outcome[1]}")
+    return outcome[0]
+
+
+def _text(error: BaseException) -> str:
+    text = str(error) or repr(error)
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+
+
+def _try_to_remove(aside: str) -> None:
+    try:
+        remove(aside)
+    except OSError:  # it is marked by its name, and the first cause matters more
+        return
+
+
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    return not dist.is_initialized() or dist.get_rank(group) == 0

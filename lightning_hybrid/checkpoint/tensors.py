@@ -1,0 +1,145 @@
+"""Tensors that stand for others in a checkpoint's dict, so that no rank need hold the whole model.
+
+:class:`Share`
+    while saving: the whole tensor's shape, and the parts of it that this rank writes.
+:class:`Stored`
+    while loading: the whole tensor in a directory. What is cut out of it is read, and nothing else; whatever else is
+    done with it (``state["head.weight"] * 2`` in ``on_load_checkpoint``) is done with the tensor read as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.errors import CheckpointError
+
+__all__ = ["Piece", "Share", "Stored"]
+
+#: Where a part begins in the whole tensor, along each dimension, and its values.
+Piece = tuple[tuple[int, ...], Tensor]
+#: Reads the box that begins at the given place and has the given size.
+Reader = Callable[[Sequence[int], Sequence[int]], Tensor]
+
+_DESCRIBE = {
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.layout.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    Tensor.nbytes.__get__,  # type: ignore[attr-defined]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__hash__,
+}
+_KEEP = {Tensor.detach, Tensor.clone, Tensor.cpu, Tensor.contiguous}
+_DEVICE, _IS_META = Tensor.device.__get__, Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+class _StandIn(Tensor):
+    """A tensor without memory of the shape and dtype of another."""
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype) -> Any:
+        """Make one; what it stands for is set afterwards."""
+        return torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
+
+    @classmethod
+    def _describe(cls, func: Any, args: Any) -> Any:
+        """What the user may ask without the values; ``NotImplemented`` for everything else."""
+        if func == _DEVICE:
+            return torch.device("cpu")
+        if func == _IS_META:
+            return False
+        if func not in _DESCRIBE:
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args)
+
+
+class Share(_StandIn):
+    """The parts of a tensor that this rank writes; it may be moved around in the checkpoint, not computed with."""
+
+    pieces: list[Piece]
+    key: str | None
+    """The tensor's name, where it is not the path at which it is found."""
+
+    @classmethod
+    def make(
+        cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece] = (), key: str | None = None
+    ) -> Any:
+        """Stand for a tensor of which this rank writes ``pieces`` (none, if others write all of it)."""
+        share = cls.of(shape, dtype)
+        share.pieces, share.key = list(pieces), key
+        return share
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = cls._describe(func, args)
+        if found is not NotImplemented:
+            return found
+        if func in _KEEP:  # common in hooks, and without effect on what is written
+            return args[0]
+        raise CheckpointError(
+            f"{getattr(func, '__name__', func)} was called on a tensor of the checkpoint, of which this rank has a part"
+            " only. While a sharded checkpoint is saved, on_save_checkpoint may pick, rename, add and remove entries,"
+            " but not compute with weights. Do that where it is loaded (on_load_checkpoint), or use"
+            " save_distributed_checkpoint=False."
+        )
+
+
+class Stored(_StandIn):
+    """A tensor in a directory. Slices and rows are read when they are taken; anything else reads all of it."""
+
+    read: Reader
+
+    @classmethod
+    def make(cls, shape: Sequence[int], dtype: torch.dtype, read: Reader) -> Any:
+        """Stand for a tensor whose boxes ``read`` reads."""
+        stored = cls.of(shape, dtype)
+        stored.read = read
+        return stored
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = cls._describe(func, args)
+        if found is not NotImplemented:
+            return found
+        if func is Tensor.__getitem__ and isinstance(args[0], Stored) and _is_box(args[1]):
+            return args[0]._box(args[1])
+        if func is Tensor.index_select and isinstance(args[0], Stored) and not kwargs and args[2].numel():
+            _, dim, index = args
+            first, last = int(index.min()), int(index.max())
+            return args[0]._box((slice(None),) * dim + (slice(first, last + 1),)).index_select(dim, index - first)
+        args, kwargs = _read_all(args), _read_all(kwargs or {})
+        return func(*args, **kwargs)
+
+    def _box(self, slices: Sequence[slice]) -> Tensor:
+        bounds = [part.indices(size) for part, size in zip(slices, self.shape, strict=False)]
+        bounds += [(0, size, 1) for size in self.shape[len(bounds) :]]
+        return self.read([start for start, *_ in bounds], [max(0, end - start) for start, end, _ in bounds])
+
+    def whole(self) -> Tensor:
+        """Read all of it."""
+        return self._box(())
+
+
+def _is_box(index: Any) -> bool:
+    return isinstance(index, tuple) and all(isinstance(part, slice) and part.step in (None, 1) for part in index)
+
+
+def _read_all(value: Any) -> Any:
+    if isinstance(value, Stored):
+        return value.whole()
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_read_all, value))
+    if isinstance(value, dict):
+        return {key: _read_all(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,218 @@
+"""Checkpoints as directories, written and read by one process: what is whole, what is passed over, what is read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from lightning_hybrid.checkpoint.directory import as_shares, read_directory, write_directory
+from lightning_hybrid.checkpoint.files import write_file
+from lightning_hybrid.checkpoint.planners import StoredTensors
+from lightning_hybrid.checkpoint.tensors import Share, Stored
+from lightning_hybrid.checkpoint.whole import checkpoint_to_load, latest_checkpoint, put_in_place, why_not_whole
+from lightning_hybrid.errors import CheckpointError
+
+
+def content(step: int = 3) -> dict[str, Any]:
+    weight = torch.arange(24.0).view(6, 4) + step
+    state = OrderedDict(embedding=weight, head=weight, bias=torch.ones(3, dtype=torch.bfloat16), none=torch.empty(0, 2))
+    moments = {0: {"step": torch.tensor(3.0), "exp_avg": weight / 2}, 1: {"step": torch.tensor(3.0)}}
+    optimizer = {
+        "state": moments,
+        "param_groups": [{"params": [0, 1], "lr": 0.1}],
+        "param_names": [["embedding", "bias"]],
+    }
+    return {"state_dict": state, "optimizer_states": [optimizer], "global_step": step, "epoch": 1, "mine": (1, [2.5])}
+
+
+def save(path: Any, step: int = 3) -> Any:
+    write_directory(as_shares(content(step)), path)
+    return path
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    found = read_directory(save(tmp_path / "a.ckpt"), weights_only=True)
+    expected = content()
+    assert list(found["state_dict"]) == list(expected["state_dict"])
+    torch.testing.assert_close(dict(found["state_dict"]), dict(expected["state_dict"]), rtol=0, atol=0)
+    assert found["state_dict"]["embedding"] is found["state_dict"]["head"], "tied"
+    for key, states in expected["optimizer_states"][0]["state"].items():
+        torch.testing.assert_close(dict(found["optimizer_states"][0]["state"][key]), states, rtol=0, atol=0)
+    assert found["optimizer_states"][0]["param_groups"] == expected["optimizer_states"][0]["param_groups"]
+    assert (found["mine"], found["global_step"]) == ((1, [2.5]), 3)
+
+
+def test_names_in_the_directory_are_those_of_parameters(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    keys = StoredTensors(FileSystemReader(save(tmp_path / "a.ckpt"))).keys()  # type: ignore[attr-defined]
+    moments = {"optimizer_0.state.embedding.exp_avg"}
+    steps = {"optimizer_0.state.embedding.step", "optimizer_0.state.bias.step"}
+    assert set(keys) == {"state_dict.embedding", "state_dict.bias", *moments, *steps}
+    dcp_to_torch_save(tmp_path / "a.ckpt", tmp_path / "by_torch.pt")
+    state = torch.load(tmp_path / "by_torch.pt", weights_only=True)
+    assert torch.equal(state["state_dict"]["embedding"], content()["state_dict"]["embedding"]), "torch's tools read it"
+
+
+def test_only_what_is_cut_out_is_read() -> None:
+    whole, boxes = torch.arange(24.0).view(6, 4), []
+
+    def read(start: Any, size: Any) -> torch.Tensor:
+        boxes.append((tuple(start), tuple(size)))
+        return whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+
+    stored = Stored.make(whole.shape, whole.dtype, read)
+    assert (stored.shape, stored.dtype, stored.device.type, stored.is_meta, boxes) == (
+        (6, 4),
+        torch.float32,
+        "cpu",
+        False,
+        [],
+    )
+    assert torch.equal(stored[(slice(1, 3),)], whole[1:3])
+    assert torch.equal(stored.index_select(0, torch.tensor([4, 2])), whole[[4, 2]])
+    assert boxes == [((1, 0), (2, 4)), ((2, 0), (3, 4))]
+    assert torch.equal(stored * 2, whole * 2)
+    assert boxes[-1] == ((0, 0), (6, 4))
+
+
+def test_shares_are_not_computed_with() -> None:
+    share = Share.make((2, 3), torch.float32, [((0, 0), torch.ones(2, 3))])
+    assert share.detach() is share
+    assert share.cpu().shape == (2, 3)
+    with pytest.raises(CheckpointError, match="save_distributed_checkpoint=False"):
+        share * 2
+
+
+def delete(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).unlink()
+
+
+def halve(path: Path) -> None:
+    file = next(path.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def swap_bytes(path: Path) -> None:
+    data = (path / "meta.pt").read_bytes()
+    (path / "meta.pt").write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no metadata": (delete(".metadata"), r"\.metadata has no bytes"),
+    "a shard cut to half": (halve, r"__0_0\.distcp has \d+ bytes where \d+ were written"),
+    "a shard is missing": (lambda path: next(path.glob("*.distcp")).unlink(), "has no bytes"),
+    "an empty file": (lambda path: (path / "meta.pt").write_bytes(b""), "meta.pt has 0 bytes"),
+    "a bit": (swap_bytes, "meta.pt is not what was written"),
+    "no marker": (delete("complete.json"), "was interrupted, or another program"),
+    "an empty marker": (lambda path: (path / "complete.json").write_bytes(b""), "cannot be read"),
+    "only a temporary one": (lambda path: path.rename(f"{path}.incomplete"), "does not exist"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_newest_whole_one_is_resumed_from(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    do, text = DAMAGE[damage]
+    save(tmp_path / "step=2.ckpt", 2)
+    save(tmp_path / "step=4.ckpt", 4)
+    broken = save(tmp_path / "last.ckpt", 6)
+    assert latest_checkpoint(tmp_path) == str(broken)
+    do(broken)
+    with caplog.at_level(logging.WARNING):
+        assert checkpoint_to_load(broken) == str(tmp_path / "step=4.ckpt")
+    assert "last.ckpt" in caplog.text
+    explicit = tmp_path / "named.ckpt"
+    if broken.exists():
+        broken.rename(explicit)
+        with pytest.raises(CheckpointError, match=text) as refused:
+            checkpoint_to_load(explicit)
+        assert "step=4.ckpt" in str(refused.value)
+    save(broken, 6)
+    assert checkpoint_to_load(broken) == str(broken), "saving it again succeeds"
+    assert read_directory(broken)["global_step"] == 6
+
+
+def test_a_stray_file_does_no_harm(tmp_path: Path) -> None:
+    path = save(tmp_path / "last.ckpt")
+    (path / "notes.txt").write_text("mine")
+    assert checkpoint_to_load(path) == str(path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_kill_between_the_renames_loses_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    save(path, 2)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    write = save if kind == "folder" else lambda path, step: write_file(content(step), path, TorchCheckpointIO())
+    with pytest.raises(KeyboardInterrupt):
+        write(path, 4)
+    monkeypatch.undo()
+    assert not path.exists()
+    assert read_directory(checkpoint_to_load(path))["global_step"] == 2
+    assert latest_checkpoint(tmp_path) == f"{path}.old"
+    save(path, 4)
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt"]
+    assert read_directory(path)["global_step"] == 4
+
+
+def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "last.ckpt", 2)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.torch.save", full)
+    with pytest.raises(CheckpointError, match=r"last.ckpt could not be saved: rank 0: .*No space left on device"):
+        save(path, 4)
+    monkeypatch.setattr("lightning_hybrid.checkpoint.files.torch.save", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_file(content(4), path, TorchCheckpointIO())
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert read_directory(path)["global_step"] == 2
+
+
+def test_plain_files_count_too(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+    write_file(content(2), tmp_path / "step=2.ckpt", TorchCheckpointIO())
+    write_file(content(4), tmp_path / "last.ckpt", TorchCheckpointIO())
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 4
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "last.ckpt")
+    os.truncate(tmp_path / "last.ckpt", 2000)
+    assert why_not_whole(tmp_path / "last.ckpt") == "is cut off: its end is missing"
+    assert checkpoint_to_load(tmp_path / "last.ckpt") == str(tmp_path / "step=2.ckpt")
+    (tmp_path / "other.ckpt").write_text("a letter")
+    with pytest.raises(CheckpointError, match="was not written by"):
+        checkpoint_to_load(tmp_path / "other.ckpt")
+
+
+def test_a_directory_of_another_program_is_refused(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import save as dcp_save
+
+    dcp_save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    with pytest.raises(CheckpointError, match="another program wrote it"):
+        checkpoint_to_load(tmp_path / "a")
+
+
+def test_a_link_is_replaced_not_what_it_leads_to(tmp_path: Path) -> None:
+    target = save(tmp_path / "step=2.ckpt", 2)
+    (tmp_path / "last.ckpt").symlink_to("step=2.ckpt")
+    save(tmp_path / "last.ckpt", 4)
+    assert read_directory(target)["global_step"] == 2
+    assert read_directory(tmp_path / "last.ckpt")["global_step"] == 4
+    shutil.copytree(target, tmp_path / "a.incomplete")
+    put_in_place(tmp_path / "a.incomplete", target)
+    assert why_not_whole(target) is None
