@@ -5,12 +5,22 @@ Importing this package registers the strategies ``"hybrid3d"`` and ``"hybrid3d_f
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_hybrid.checkpoint.export import save_safetensors
+from lightning_hybrid.checkpoint.pretrained import load_safetensors
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.estimate import describe_rank
 from lightning_hybrid.optimizer import grad_norm
 from lightning_hybrid.strategy import Hybrid3DStrategy
 
-__all__ = ["Hybrid3DStrategy", "HybridError", "__version__", "describe_rank", "grad_norm"]
+__all__ = [
+    "Hybrid3DStrategy",
+    "HybridError",
+    "__version__",
+    "describe_rank",
+    "grad_norm",
+    "load_safetensors",
+    "save_safetensors",
+]
 
 __version__ = "0.1.0"
 

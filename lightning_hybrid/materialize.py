@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid.checkpoint.consolidate import StateKeys
+from lightning_hybrid.checkpoint.pretrained import ORIGIN
 from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.pipeline.holes import placeholder
 from lightning_hybrid.pipeline.hollow import memory_of
@@ -96,8 +97,12 @@ class MetaWeights:
         _refuse_unregistered(module)
 
     def fill(self, keys: StateKeys) -> None:
-        """Give memory and values to those parameters that the module still has. ``keys`` are the whole module's."""
-        kept = _replace(self._module, "_parameters", _real, lambda p: id(p) in self._waiting)
+        """Give memory and values to those parameters that the module still has. ``keys`` are the whole module's.
+
+        Those whose values come from files stay without memory until they have been split and sharded.
+        """
+        streamed = {id(tensor) for _, _, tensor in _tensors(self._module) if hasattr(tensor, ORIGIN)}
+        kept = _replace(self._module, "_parameters", _real, lambda p: id(p) in self._waiting and id(p) not in streamed)
         self._waiting = {id(p): p for p in kept}
         with keys.completed(self._module):
             self._initialise()

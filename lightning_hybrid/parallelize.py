@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.checkpoint.consolidate import StateKeys
+from lightning_hybrid.checkpoint.pretrained import check_same_origins, load_origins, origins, refuse_unread, wait_on
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.materialize import MetaWeights, check_same_meta, on_meta, to_meta
@@ -143,6 +144,7 @@ def parallelize(
     """
     if is_parallel(module):
         check_own(module, layout, mesh, settings)
+        refuse_unread(module)
         _materialize_distributed_module(module, device)  # as ModelParallelStrategy does
         module.to(device)
         if device.type != "meta":
@@ -150,7 +152,11 @@ def parallelize(
         keys = StateKeys.of(module, lambda name: True)
         return Part(plan=build_tp_plan(nn.Module(), None, 1), cut=None, facts=None, stages=None, root=None, keys=keys)
     synchronise(module, device)
-    weights = MetaWeights(module, seed, given) if on_meta(module) else None
+    weights, streamed = None, origins(module)
+    if on_meta(module):
+        if device.type != "meta":
+            check_same_origins(streamed)
+        weights = MetaWeights(module, seed, {*given, *streamed})
     plan = _plan_split(module, layout, mesh, settings, first_step)
     intercept([module.get_submodule(n) for n in plan.regions], plan.regions.values(), mesh["tensor_parallel"])
     cut, facts, stages, root = None, None, None, None
@@ -180,6 +186,7 @@ def parallelize(
     if settings.loss_parallel and layout.tensor_parallel_size > 1:
         join_late(module)
     if not settings.cpu_offload:
+        wait_on(module, device)
         module.to(device)
     units = [
         module.get_submodule(n) for n in (stages.blocks if stages is not None else _units(module, settings.blocks))
@@ -188,10 +195,8 @@ def parallelize(
     for unit in held if layout.tensor_parallel_size > 1 else ():
         unit.register_forward_hook(lambda *_: SHARES.close())  # where no row-wise layer did
     apply_per_block(held, **settings.per_block)
-    replication = None
-    if replicates_only(layout, module) and not settings.cpu_offload:
-        replication = Replication(module, axis_group(mesh, "data_parallel")) if device.type != "meta" else None
-    elif (shard_mesh := data_mesh(mesh, of_one=settings.cpu_offload)) is not None:
+    replicates = replicates_only(layout, module) and not settings.cpu_offload
+    if not replicates and (shard_mesh := data_mesh(mesh, of_one=settings.cpu_offload)) is not None:
         reshard = settings.reshard_after_forward
         reshard = layout.pipeline_parallel_size == 1 if reshard is None else reshard
         root = apply_sharding(
@@ -204,6 +209,10 @@ def parallelize(
             cpu_offload=settings.cpu_offload,
             is_pipelined=cut is not None,
         )
+    replication = None
+    if device.type != "meta":
+        load_origins(module, streamed)
+        replication = Replication(module, axis_group(mesh, "data_parallel")) if replicates else None
     return Part(plan=plan, cut=cut, facts=facts, stages=stages, root=root, keys=keys, replication=replication)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torchmetrics import Metric
 
+from lightning_hybrid.checkpoint.pretrained import is_waiting
 from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.gloo import exchange_directly
 from lightning_hybrid.lockstep import Lockstep
@@ -86,10 +87,12 @@ def apply_sharding(
     for unit in units:
         if cpu_offload:
             unit.to(device)  # one by one: they may not fit all at once
+        _give_memory(unit)
         fully_shard(unit, reshard_after_forward=reshard, **options)
     if cpu_offload:
         move_all_but_shards(module, device)
     root = ShardedRoot(module)
+    _give_memory(root)
     fully_shard(root, reshard_after_forward=False, **options)
     if dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo":
         for unit in (*units, root):
@@ -99,6 +102,13 @@ def apply_sharding(
     if group.size() > 1:
         Lockstep(root, units, group, is_pipelined=is_pipelined, reshard=reshard)
     return root
+
+
+def _give_memory(unit: nn.Module) -> None:
+    """What waits for values from files has none until its unit is sharded: one whole unit at a time has."""
+    for parameter in unit.parameters():
+        if is_waiting(parameter):
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def move_all_but_shards(module: nn.Module, device: torch.device) -> None:

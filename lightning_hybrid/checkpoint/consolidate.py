@@ -38,6 +38,7 @@ __all__ = [
     "gather_optimizer_state",
     "scatter_model_state",
     "scatter_optimizer_state",
+    "state_in_parts",
 ]
 
 logger = logging.getLogger(__name__)
@@ -168,6 +169,28 @@ def gather_model_state(
 
 def _nothing_of(value: Any) -> Any:
     return Share.make(value.shape, value.dtype) if isinstance(value, Tensor) else value
+
+
+def state_in_parts(
+    module: nn.Module, keys: StateKeys, mesh: DeviceMesh | None
+) -> tuple[dict[str, Any], Callable[[Sequence[str]], dict[str, Any]]]:
+    """Return the whole module's state without values, and a function that gathers some of it (a collective).
+
+    So rank 0 need not hold all of it at once. Given the same keys on every rank the function returns them with values
+    on rank 0, as :func:`gather_model_state`, and ``{}`` elsewhere.
+    """
+    _reshard(module)
+    with keys.completed(module):
+        state = module.state_dict()
+    rows = {keys.canonical.get(name, name): found for name, found in joined_rows(module).items()}
+
+    def gather(wanted: Sequence[str]) -> dict[str, Any]:
+        mine = [key for key in wanted if (key in keys.owned or key not in keys.canonical) and not state[key].is_meta]
+        entries = {keys.canonical.get(key, key): state[key] for key in mine}
+        found = collect(entries, _device(mesh), rows)
+        return {key: found[keys.canonical.get(key, key)] for key in wanted} if _is_first() else {}
+
+    return {key: _weightless(value) for key, value in state.items()}, gather
 
 
 def _weightless(value: Any) -> Any:

@@ -10,7 +10,15 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_hybrid
 
 PUBLIC = {
-    "lightning_hybrid": {"Hybrid3DStrategy", "HybridError", "__version__", "describe_rank", "grad_norm"},
+    "lightning_hybrid": {
+        "Hybrid3DStrategy",
+        "HybridError",
+        "__version__",
+        "describe_rank",
+        "grad_norm",
+        "load_safetensors",
+        "save_safetensors",
+    },
     "lightning_hybrid.callbacks": {"BubbleRatio", "ConfigArchive", "ScalingEfficiency", "StepBreakdown"},
     "lightning_hybrid.errors": {
         "ArchiveError",
