@@ -1,0 +1,206 @@
+"""Published measurements as questions to the planner: what was run, and what it took."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.layout import Layout
+from lightning_hybrid.planner import Cluster, ModelProfile, Setup
+from lightning_hybrid.planner.gpus import find_gpu
+
+_GATED = ("llama", "mistral", "mixtral", "qwen", "gemma", "olmo", "yi-", "swiglu", "gated", "deepseek")
+_SCHEDULES = (
+    ("interleaved", "Interleaved1F1B"),
+    ("1f1b-i", "Interleaved1F1B"),
+    ("zb-1p", "ZB-H1"),
+    ("zb-h1", "ZB-H1"),
+    ("zb-2p", "ZB-H2"),
+    ("zb-h2", "ZB-H2"),
+    ("zb-v", "ZBVZeroBubble"),
+    ("zbv", "ZBVZeroBubble"),
+    ("dualpipe", "DualPipeV"),
+    ("gpipe", "GPipe"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: the question, and the answers that were measured (``None`` where the row has none)."""
+
+    row: Mapping[str, Any]
+    profile: ModelProfile
+    cluster: Cluster
+    setup: Setup
+    seconds: float | None
+    gigabytes: float | None
+
+    @property
+    def label(self) -> str:
+        row = self.row
+        return f"#{row.get('id')} {row['source'][:34]} {row.get('model') or ''}"
+
+
+def read_rows(paths: Iterable[str]) -> list[dict[str, Any]]:
+    """All rows; each remembers its file, whose groups are its own."""
+    return [{**row, "file": Path(path).name} for path in paths for row in json.loads(Path(path).read_text())]
+
+
+def cases_of(rows: Iterable[Mapping[str, Any]]) -> tuple[list[Case], list[str]]:
+    """The rows that can be asked, and for each other one why not."""
+    cases, left_out = [], []
+    for row in rows:
+        try:
+            cases.append(case_of(row))
+        except (HybridError, KeyError, TypeError, ZeroDivisionError) as error:
+            left_out.append(f"#{row.get('id')} {row.get('source')}: {error}")
+    return cases, left_out
+
+
+def case_of(row: Mapping[str, Any]) -> Case:
+    """One row as a question."""
+    profile, cluster = _profile(row), _cluster(row)
+    setup = _setup(row)
+    seconds = _seconds(row, profile, cluster) if row.get("usable_time") else None
+    gigabytes = row.get("memory_gb") if row.get("usable_memory") else None
+    return Case(row, profile, cluster, setup, seconds, gigabytes)
+
+
+def is_out_of_memory(row: Mapping[str, Any]) -> bool:
+    """Whether the row says that this did not fit."""
+    return row.get("kind") == "oom" or "out of memory" in (row.get("notes") or "").lower()
+
+
+def _text(row: Mapping[str, Any], *names: str) -> str:
+    return " ".join(str(row.get(name) or "") for name in names).lower()
+
+
+def _profile(row: Mapping[str, Any]) -> ModelProfile:
+    arch = _text(row, "arch", "model")
+    return ModelProfile.from_sizes(
+        name=row.get("model") or "model",
+        num_layers=row["layers"],
+        hidden_size=row["hidden"],
+        num_heads=row["heads"] or max(1, row["hidden"] // 128),
+        num_kv_heads=row.get("kv_heads"),
+        ffn_size=row.get("ffn"),
+        vocab_size=row.get("vocab") or 50304,
+        seq_length=row["seq"],
+        gated_mlp=row.get("gated", any(word in arch for word in _GATED)),
+        num_experts=row.get("num_experts") or 1,
+        num_active_experts=row.get("experts_per_token") or 1,
+        tied_embeddings="untied" not in arch and ("tied" in arch or "gpt" in arch or "mpt" in arch),
+        learned_positions="learned" in arch,
+    )
+
+
+def _cluster(row: Mapping[str, Any]) -> Cluster:
+    name = row["gpu"]
+    if row.get("gpu_mem_gb") and "GB" not in name.split("(")[0]:
+        name = f"{name.split('(')[0]} {row['gpu_mem_gb']}GB"
+    per_node = max(row.get("gpus_per_node") or 1, find_gpu(name).per_node)
+    return Cluster.named(name, row["num_gpus"], per_node=per_node, network_gbits=_gbits(row.get("inter_link"), row))
+
+
+def _gbits(link: str | None, row: Mapping[str, Any]) -> float | None:
+    """Gbit/s of a node, as the source's words say; ``None`` if they do not."""
+    if not link:
+        return None
+    adapters = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", link)
+    if adapters:
+        return float(adapters[1]) * float(adapters[2])
+    whole = re.search(r"(\d+)\s*Gb", link)
+    if not whole:
+        return None
+    return float(whole[1]) * (row.get("gpus_per_node") or 8 if "per gpu" in link.lower() else 1)
+
+
+def _setup(row: Mapping[str, Any]) -> Setup:
+    tensor, pipeline, context = row.get("tp") or 1, row.get("pp") or 1, row.get("cp") or 1
+    data = row.get("dp") or row["num_gpus"] // (tensor * pipeline * context)
+    layout = Layout(
+        data_parallel_size=data,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        replicate_size=row.get("dp_replicate") or 1,
+    )
+    batch = row.get("micro_batch") or 1
+    count = row.get("num_micro_batches") or max(1, round(row["global_batch"] / (data * batch)))
+    schedule, virtual = _schedule(row, pipeline)
+    zero = row.get("zero_stage")
+    if zero is None:
+        zero = 3 if (row.get("dp_shard") or 1) > 1 else 1
+    words, recompute = _text(row, "precision"), _text(row, "recompute")
+    precision = next((name for name in ("fp8", "fp16", "fp32") if name in words), "bf16")
+    if "mixed" in words or "bf16" in words:
+        precision = "fp8" if "fp8" in words else "bf16"
+    return Setup(
+        layout=layout,
+        micro_batch=batch,
+        num_microbatches=count,
+        schedule=schedule,
+        stages_per_rank=virtual,
+        recompute=next((name for name in ("selective", "full") if name in recompute), "none"),
+        zero=min(zero, 3) if zero != 2 else 3,
+        reshard=zero >= 3,
+        sequence_parallel=tensor > 1 and (_flash(row) if row.get("seq_parallel") is None else row["seq_parallel"]),
+        context=context,
+        precision=precision,
+        flash=_flash(row),
+        fused=bool(row.get("compile")) or precision == "fp8",  # Transformer Engine fuses
+        gradient_bytes=2 if precision == "fp16" or "pure" in words or (words == "bf16" and zero == 3) else 4,
+        gradient_twins=2 if "fp32 grad accumulation" in words else 0,
+        adapters="lora" in _text(row, "notes"),
+        even=True,
+    )
+
+
+def _schedule(row: Mapping[str, Any], pipeline: int) -> tuple[str, int]:
+    words, virtual = _text(row, "schedule"), row.get("vpp") or 1
+    if pipeline == 1:
+        return "1F1B", 1
+    name = next((name for word, name in _SCHEDULES if word in words), "1F1B")
+    if name in ("ZBVZeroBubble", "DualPipeV"):
+        return name, 2
+    if virtual > 1:
+        return "Interleaved1F1B", virtual
+    return ("1F1B" if name == "Interleaved1F1B" else name), 1
+
+
+def _flash(row: Mapping[str, Any]) -> bool:
+    """Sources from before flash attention say so, or have short sequences and do not say."""
+    words = _text(row, "attention")
+    if words:
+        return "unfused" not in words and "no flash" not in words
+    return row["seq"] > 2048 or "fp8" in _text(row, "precision")
+
+
+def _seconds(row: Mapping[str, Any], profile: ModelProfile, cluster: Cluster) -> float:
+    """Seconds of a step, from what the source printed, nearest to the clock first."""
+    batch, devices = row["global_batch"], row["num_gpus"]
+    if row.get("iter_time_s"):
+        return float(row["iter_time_s"])
+    if row.get("tokens_per_s_per_gpu"):
+        return batch * profile.seq_length / (row["tokens_per_s_per_gpu"] * devices)
+    if row.get("samples_per_s_per_gpu"):
+        return batch / (row["samples_per_s_per_gpu"] * devices)
+    if row.get("tflops_per_gpu"):
+        return batch * _flops_as_defined(row, profile) / (row["tflops_per_gpu"] * 1e12 * devices)
+    peak = (row.get("mfu_peak_tflops") or cluster.gpu.peak("bf16") / 1e12) * 1e12
+    return batch * profile.flops_per_sample / (row["mfu"] * peak * devices)
+
+
+def _flops_as_defined(row: Mapping[str, Any], profile: ModelProfile) -> float:
+    """Operations of a sample as the source counts them (with what is computed again, or causal attention by half)."""
+    words, flops = _text(row, "tflops_def"), profile.flops_per_sample
+    attention = 3 * profile.seq_length * profile.num_layers * profile.attention_flops
+    if "causal" in words:
+        flops -= attention / 2
+    if "hardware" in words or "with full" in words or ("96" in words and "*b" in words):
+        flops += profile.seq_length * profile.num_layers * profile.layer_flops
+    return flops

@@ -1,0 +1,85 @@
+"""The few constants that no data sheet says. Pure.
+
+[Note: where the numbers come from]
+Fitted by ``python -m benchmarks.planner_published --fit FILE...`` to published step times, the same for all sources,
+models and devices; each stands for something that a kernel or a network does. ``--leave-out`` fits them once without
+each source and shows the error on that one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["FITTED", "Constants"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """Shares are of what the data sheet (or the best matrix product) says; times are seconds."""
+
+    matmul: float = 0.93
+    """Rate of large matrix products in a step, of the best one alone (clocks fall under load)."""
+    throttle: float = 0.25
+    """How much the clock falls on devices that may draw less power for each operation than an A100: the exponent."""
+    wave: float = 0.5
+    """Part of a last wave of tiles that idles."""
+    operands: float = 1.0
+    """Time of reading and writing operands once that stays visible."""
+    narrow_attention: float = 0.35
+    """Rate of attention's batched products without flash attention, of the best matrix product."""
+    flash: float = 0.6
+    """Rate of flash attention, relative to what the device's table says."""
+    elementwise: float = 1.0
+    """Traffic of norms, activations, dropout and residuals, relative to one read and write for each kernel."""
+    scores: float = 1.0
+    """Traffic of attention's scores without flash attention, relative to kernels that fuse scale, mask and softmax."""
+    memory: float = 0.85
+    """Rate of device memory."""
+    launch: float = 4.0e-4
+    """The host's time for one block forward; its backward takes as long."""
+    launch_exchange: float = 1.0e-4
+    """The host's time for one collective of tensor ranks."""
+    link: float = 0.78
+    """Rate of collectives within a node."""
+    network: float = 0.7
+    """Rate of collectives between nodes."""
+    crowd: float = 0.05
+    """How much slower the network gets with each doubling of nodes."""
+    latency: float = 3.0e-5
+    """Of one collective within a node."""
+    handover: float = 5.0e-4
+    """Of one message between pipeline ranks: the waits for each other that come with it."""
+    hop: float = 3.0e-6
+    """More for each rank of a ring."""
+    overlap: float = 0.5
+    """Part of a backward behind which the reduction of gradients hides."""
+    sharpness: float = 3.0
+    """How well communication of shards hides behind compute: 1 adds both, infinity shows only the longer."""
+    microbatch: float = 2.0e-3
+    """The host's time for one micro-batch on one stage."""
+    step: float = 1.0e-2
+    """Of one step, whatever it does."""
+
+
+FITTED = Constants(
+    matmul=0.865,
+    throttle=0.177,
+    wave=0.199,
+    operands=0.381,
+    narrow_attention=0.539,
+    flash=0.581,
+    elementwise=1.36,
+    scores=0.818,
+    launch=0.000938,
+    launch_exchange=8.5e-05,
+    link=0.778,
+    network=0.592,
+    crowd=0.0639,
+    latency=2.11e-05,
+    handover=0.000283,
+    hop=3.57e-06,
+    overlap=0.511,
+    sharpness=2.75,
+    microbatch=0.000875,
+    step=0.0102,
+)

@@ -1,0 +1,173 @@
+"""What the makers say of their accelerators, in one table. Pure.
+
+[Note: sources]
+Peak rates (dense), memory, power and links are those of the makers' data sheets: NVIDIA V100, A100, A800, H100, H800,
+H20, H200, B200 (HGX), GB200, L4, L40S, A40, A10, A6000, RTX 3090 and 4090 (whitepapers: fp16 with fp32 accumulation);
+AMD Instinct MI210, MI250X, MI300X, MI325X (one MI250X is two devices to a program: numbers are those of one GCD).
+``matmul`` is the share of the peak that the best bf16 matrix product reaches, as measured for many shapes by
+stas00/ml-engineering, ``compute/accelerator/README.md`` ("Maximum Achievable Matmul FLOPS", commit b9e2972);
+``None`` where nobody measured, then :data:`UNMEASURED_MATMUL` counts. Links are one direction of one device. The
+network is what such nodes usually have (DGX and HGX reference designs, public clouds); a cluster says its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_hybrid.errors import ConfigurationError
+
+__all__ = ["GPUS", "Gpu", "find_gpu"]
+
+#: Share of the peak of the best matrix product where none was measured: between an H100's 0.80 and an MI325X's 0.60.
+UNMEASURED_MATMUL = 0.75
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One kind of device. Rates are decimal: TFLOP/s, GB/s, Gbit/s."""
+
+    name: str
+    tflops: Mapping[str, float]
+    """Dense peak by data type (``fp32``, ``fp16``, ``bf16``, ``fp8``)."""
+    memory: float
+    """GiB."""
+    bandwidth: float
+    """GB/s of the device's own memory."""
+    link: float
+    """GB/s of one device to the others of its node, one direction."""
+    wiring: str = "switch"
+    """Who has the whole ``link``: any two (``switch``), only all together (``mesh``: a wire to each other one), or
+    those who use it in turn (``bus``: PCIe)."""
+    network: float
+    """Gbit/s to other nodes, one device's share."""
+    multiprocessors: int
+    watts: float
+    """What the device may draw."""
+    per_node: int = 8
+    """Devices that reach each other over ``link`` (72 on an NVL72 rack)."""
+    matmul: float | None = None
+    """Share of the peak that the best bf16 matrix product reaches; ``None`` if nobody measured."""
+    matmul_fp8: float | None = None
+    fast_attention: float = 0.6
+    """Share of the best matrix product's rate that flash attention 2 reaches: its kernels use Ampere's instructions."""
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s at a data type; types that the device lacks run at the next wider one it has."""
+        for name in _WIDER[dtype]:
+            if name in self.tflops:
+                return self.tflops[name] * 1e12
+        raise ConfigurationError(f"{self.name} has no rate for {dtype}; it has {', '.join(self.tflops)}.")
+
+    def sustained(self, dtype: str) -> float:
+        """FLOP/s of the best matrix product."""
+        share = self.matmul or UNMEASURED_MATMUL
+        if dtype == "fp8" and "fp8" in self.tflops:
+            share = self.matmul_fp8 or 0.9 * share
+        return self.peak(dtype) * share
+
+
+_WIDER = {
+    "fp8": ("fp8", "bf16", "fp16", "fp32"),
+    "bf16": ("bf16", "fp16", "fp32"),
+    "fp16": ("fp16", "bf16", "fp32"),
+    "fp32": ("fp32",),
+}
+
+
+_TABLE = """
+name              fp16 bf16  fp32    fp8 GiB GB/s link wiring network node units watts matmul matmul8 flash
+A100-SXM-80GB      312  yes  19.5      -  80 2039  300 switch     200    8   108   400  0.869       -   0.6
+A100-SXM-40GB      312  yes  19.5      -  40 1555  300 switch     200    8   108   400  0.869       -   0.6
+A800-SXM-80GB      312  yes  19.5      -  80 2039  200 switch     200    8   108   400  0.869       -   0.6
+A100-PCIe-80GB     312  yes  19.5      -  80 1935   32    bus     100    8   108   300  0.811       -   0.6
+A100-PCIe-40GB     312  yes  19.5      -  40 1555   32    bus     100    8   108   300  0.811       -   0.6
+H100-SXM-80GB    989.4  yes    67 1978.8  80 3352  450 switch     400    8   132   700  0.803   0.709   0.5
+H100-PCIe-80GB     756  yes    51   1512  80 2039   64    bus     100    8   114   350  0.803   0.709   0.5
+H800-SXM-80GB    989.4  yes    67 1978.8  80 3352  200 switch     400    8   132   700  0.803   0.709   0.5
+H20-SXM-96GB       148  yes    44    296  96 4000  450 switch     400    8    78   400      -   0.709   0.5
+H200-SXM-141GB   989.4  yes    67 1978.8 141 4800  450 switch     400    8   132   700  0.803   0.709   0.5
+GH200-96GB       989.4  yes    67 1978.8  96 4000  150 switch     200    4   132   900  0.836   0.776   0.5
+B200-SXM-180GB    2250  yes    75   4500 180 7700  900 switch     400    8   148  1000      -       -   0.5
+GB200-186GB       2500  yes    80   5000 186 8000  900 switch     400   72   148  1200      -       -   0.5
+V100-SXM2-32GB     125   no  15.7      -  32  900  150   mesh      50    8    80   300      -       -   0.6
+V100-SXM2-16GB     125   no  15.7      -  16  900  150   mesh      50    8    80   300      -       -   0.6
+V100-SXM3-32GB     130   no  16.3      -  32  980  150 switch      50   16    80   350      -       -   0.6
+A40-48GB         149.7  yes  37.4      -  48  696   32    bus     100    8    84   300      -       -   0.6
+A6000-48GB       154.8  yes  38.7      -  48  768   32    bus     100    8    84   300      -       -   0.6
+A10-24GB           125  yes  31.2      -  24  600   32    bus     100    8    72   150      -       -   0.6
+L4-24GB            121  yes  30.3    242  24  300   32    bus     100    8    58    72      -       -   0.6
+L40S-48GB          362  yes  91.6    724  48  864   32    bus     100    8   142   350      -       -   0.6
+RTX4090-24GB     165.2  yes  82.6  330.4  24 1008   32    bus     100    8   128   450      -       -   0.6
+RTX3090-24GB        71  yes  35.6      -  24  936   32    bus     100    8    82   350      -       -   0.6
+MI210-64GB         181  yes  22.6      -  64 1638   32    bus     100    8   104   300      -       -   0.6
+MI250X-GCD-64GB  191.5  yes  23.9      -  64 1638  150   mesh     100    8   110   280  0.767       -   0.4
+MI300X-192GB    1307.4  yes 163.4 2614.8 192 5300  448   mesh     400    8   304   750  0.514       -   0.5
+MI325X-256GB    1307.4  yes 163.4 2614.8 256 6000  448   mesh     400    8   304  1000  0.604       -   0.5"""
+
+
+def _read(line: str, columns: list[str]) -> Gpu:
+    """One line of the table."""
+    cells = dict(zip(columns, line.split(), strict=True))
+    numbers = {name: None if cell == "-" else float(cell) for name, cell in cells.items() if _is_number(cell)}
+    rates = {name: numbers.get(name) for name in ("fp16", "fp32", "fp8")}
+    rates["bf16"] = rates["fp16"] if cells["bf16"] == "yes" else None
+    return Gpu(
+        name=cells["name"],
+        tflops={name: rate for name, rate in rates.items() if rate is not None},
+        wiring=cells["wiring"],
+        multiprocessors=int(cells["units"]),
+        per_node=int(cells["node"]),
+        fast_attention=float(cells["flash"]),
+        memory=float(cells["GiB"]),
+        bandwidth=float(cells["GB/s"]),
+        link=float(cells["link"]),
+        network=float(cells["network"]),
+        watts=float(cells["watts"]),
+        matmul=numbers["matmul"],
+        matmul_fp8=numbers["matmul8"],
+    )
+
+
+def _is_number(cell: str) -> bool:
+    return cell == "-" or cell.replace(".", "", 1).isdigit()
+
+
+def _read_table() -> tuple[Gpu, ...]:
+    head, *lines = _TABLE.strip().splitlines()
+    return tuple(_read(line, head.split()) for line in lines)
+
+
+GPUS = _read_table()
+#: Other names of the same or nearly the same.
+_SAME = {"4090": "rtx4090", "3090": "rtx3090", "a10g": "a10", "l40": "l40s", "mi250": "mi250x", "mi300": "mi300x"}
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return the device that ``name`` means: ``"H100"``, ``"A100-40GB"``, ``"NVIDIA A100-SXM4-80GB"``.
+
+    Of several that a name may mean it is the one with most words in common; without more words, the first of the table.
+
+    Raises:
+        ConfigurationError: if none is meant; the message lists those known.
+    """
+    words = _words(name)
+    known = [gpu for gpu in GPUS if _kind(gpu) in words]
+    if not known:
+        raise ConfigurationError(
+            f"No data of a device {name!r}; known are {', '.join(gpu.name for gpu in GPUS)}."
+            " Describe yours in a JSON file and use Cluster.from_json."
+        )
+    return max(known, key=lambda gpu: len(words & _words(gpu.name)))
+
+
+def _kind(gpu: Gpu) -> str:
+    return gpu.name.partition("-")[0].lower()
+
+
+def _words(name: str) -> set[str]:
+    """``"NVIDIA A100-SXM4-80GB"`` -> nvidia, a100, sxm, 80."""
+    text = re.sub(r"(\d)\s*gi?b\b", r"\1", name.lower())
+    text = re.sub(r"\bsxm[45]\b", "sxm", text).replace("rtx ", "rtx")
+    return {_SAME.get(word, word) for word in re.findall(r"[a-z0-9]+", text)}

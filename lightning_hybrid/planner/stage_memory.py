@@ -1,0 +1,133 @@
+"""What each pipeline rank holds. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from lightning_hybrid.planner.profile import ModelProfile
+from lightning_hybrid.planner.setup import Setup
+
+__all__ = ["CONTEXT_BYTES", "FRAGMENTS", "StageMemory", "in_flight", "memory_of_stages"]
+
+#: What the driver, kernels and communicators take beside the allocator (1 to 5 GiB have been measured).
+CONTEXT_BYTES = 3.0 * 2**30
+#: What the allocator reserves for each byte that is in use (1.05 to 1.10 have been measured).
+FRAGMENTS = 1.06
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes on each device of one pipeline rank, at the worst moment of a step."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    """Parameters that stand whole beside their shards."""
+    activations: float
+    logits: float
+
+    @property
+    def allocated(self) -> float:
+        """What the allocator has given out."""
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+    @property
+    def states(self) -> float:
+        """Parameters, gradients and optimizer states."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered
+
+    @property
+    def total(self) -> float:
+        """What the device must have: with the allocator's gaps, driver and communicators."""
+        return self.allocated * FRAGMENTS + CONTEXT_BYTES
+
+
+def in_flight(setup: Setup, stage: int) -> float:
+    """Micro-batches, in whole ranks' blocks, whose activations a pipeline rank keeps at most."""
+    ranks, count, virtual = setup.layout.pipeline_parallel_size, setup.num_microbatches, setup.stages_per_rank
+    if ranks == 1:
+        return 1.0
+    name = setup.schedule
+    if name == "GPipe":
+        return float(count)
+    if name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        return min(count * virtual, 2 * (ranks - stage - 1) + (virtual - 1) * ranks + 1) / virtual
+    if name == "ZB-H2":
+        return float(min(count, 2 * ranks - 1))
+    if name == "ZB-H1":  # what the weights' halves keep back fills what later stages would have free
+        return float(min(count, ranks))
+    if name in ("ZBVZeroBubble", "DualPipeV"):
+        return float(min(count, ranks + (name == "DualPipeV")))
+    return float(min(count, ranks - stage))
+
+
+def memory_of_stages(profile: ModelProfile, setup: Setup, layers: list[int]) -> list[StageMemory]:
+    """Bytes of each pipeline rank.
+
+    Args:
+        profile: The model.
+        setup: The run.
+        layers: Blocks of each rank.
+    """
+    last = len(layers) - 1
+    return [_stage(profile, setup, count, stage, stage == last) for stage, count in enumerate(layers)]
+
+
+def stage_parameters(profile: ModelProfile, setup: Setup, count: int, *, first: bool, last: bool) -> float:
+    """Parameters on each tensor rank of a stage."""
+    tensor = setup.layout.tensor_parallel_size
+    whole = profile.layer_parameters - profile.split_parameters
+    parameters = count * (profile.split_parameters / tensor + whole)
+    tables = first + last if not (first and last and profile.tied_embeddings) else 1
+    return parameters + tables * profile.embedding_parameters / tensor + profile.outside_parameters * first
+
+
+def _stage(profile: ModelProfile, setup: Setup, count: int, stage: int, last: bool) -> StageMemory:
+    tensor, shards = setup.layout.tensor_parallel_size, setup.shards
+    parameters = stage_parameters(profile, setup, count, first=stage == 0, last=last)
+    tokens = setup.micro_batch * profile.seq_length / setup.context
+    activations, logits = _activations(profile, setup, count, stage, tokens), 0.0
+    if last and profile.vocab_size:
+        logits = 10 * tokens * profile.vocab_size / tensor  # at 16 bits, in fp32, and the gradient in fp32
+    kept = setup.gradient_bytes
+    if setup.zero < 3:
+        step = 4 if kept < 4 else 0  # the optimizer takes gradients in fp32
+        return StageMemory(
+            parameters=2 * parameters,
+            gradients=(kept + setup.gradient_twins) * parameters / (shards if setup.zero == 2 else 1),
+            optimizer=(12 + step) * parameters / (shards if setup.zero else 1),
+            gathered=0.0,
+            activations=activations,
+            logits=logits,
+        )
+    unit = max(profile.layer_parameters, profile.embedding_parameters) / tensor
+    gathered = 2 * min(2 * unit, parameters) if setup.reshard else 2 * parameters
+    waiting = kept * (min(unit, parameters) if setup.reshard else parameters)  # gradients that are not yet reduced
+    if shards == 1:  # replicas: gradients are where the optimizer takes them, and weights are cast one layer at a time
+        gathered, waiting = 0.0, 0.0
+    return StageMemory(
+        parameters=4 * parameters / shards,
+        gradients=4 * parameters / shards,
+        optimizer=8 * parameters / shards,
+        gathered=gathered + waiting,
+        activations=activations,
+        logits=logits,
+    )
+
+
+def _activations(profile: ModelProfile, setup: Setup, count: int, stage: int, tokens: float) -> float:
+    tensor, parallel = setup.layout.tensor_parallel_size, setup.sequence_parallel
+
+    def of_block(recompute: str) -> float:
+        return tokens * profile.activation_bytes(
+            tensor, recompute=recompute, sequence_parallel=parallel, flash=setup.flash, fused=setup.fused
+        )
+
+    spread = tensor if parallel else 1
+    boundaries = (stage == 0) + (
+        stage < setup.layout.pipeline_parallel_size - 1
+    )  # the embedding's output, and what is sent
+    edge = 2 * tokens * profile.hidden_size / spread * boundaries * setup.stages_per_rank
+    again = of_block("none") if setup.recompute == "full" and count else 0.0
+    return (of_block(setup.recompute) * count + edge) * in_flight(setup, stage) + again
