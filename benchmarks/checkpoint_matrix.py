@@ -199,8 +199,9 @@ def _in_memory(value: Any) -> Any:
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Weights, both moments, step counts, groups, schedules and progress are the same."""
     close: dict[str, float] = {"rtol": 1e-9, "atol": 1e-12}
+    weights_close = {**close, "atol": 1e-10}  # a key's bias has gradients of rounding alone, of which AdamW makes steps
     assert list(found["state_dict"]) == list(expected["state_dict"])
-    torch.testing.assert_close(dict(found["state_dict"]), dict(expected["state_dict"]), **close)
+    torch.testing.assert_close(dict(found["state_dict"]), dict(expected["state_dict"]), **weights_close)
     (one,), (other,) = found["optimizer_states"], expected["optimizer_states"]
     torch.testing.assert_close(one["state"], other["state"], **close)
     for group, right in zip(one["param_groups"], other["param_groups"], strict=True):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_swa_avg_fn
 
+from lightning_hybrid.checkpoint.tensors import keep
 from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.materialize import on_meta
 from lightning_hybrid.parallelize import synchronise
@@ -52,7 +53,7 @@ class Average(nn.Module):
     def state_dict(self, *_: Any, destination: Any = None, prefix: str = "", **__: Any) -> Any:
         """Return the whole average on global rank 0, as one process has it; elsewhere its names and shapes."""
         with self._in_the_module():
-            state = self._strategy.lightning_module_state_dict()
+            state = keep(self._strategy.lightning_module_state_dict())
         named = {f"{prefix}{name}": value for name, value in state.items()}
         if destination is None:
             return named

@@ -7,9 +7,11 @@ may edit it, and what loads plain files loads directories.
 from __future__ import annotations
 
 import copy
+import io
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import fsspec
@@ -23,10 +25,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from lightning_hybrid.checkpoint.format import ENTRY, META, VERSION, optimizer_key, plain_key
 from lightning_hybrid.checkpoint.planners import SharePlanner, StoredTensors
 from lightning_hybrid.checkpoint.tensors import Share, Stored
-from lightning_hybrid.checkpoint.whole import begin_aside, mark_whole, put_in_place, remove
+from lightning_hybrid.checkpoint.whole import begin_aside, mark_whole, put_in_place, remove, to_disk
 from lightning_hybrid.errors import CheckpointError
 
-__all__ = ["as_shares", "on_first", "read_directory", "take_out", "write_directory"]
+__all__ = ["Parts", "as_shares", "divide", "on_first", "read_directory", "take_out", "write_directory", "write_parts"]
 
 _Path = tuple[Any, ...]
 
@@ -108,42 +110,64 @@ def write_directory(checkpoint: Mapping[str, Any], path: Any, group: dist.Proces
     Raises:
         CheckpointError: on every rank, with the first cause. What was at ``path`` is as it was.
     """
+    write_parts(divide(checkpoint, path, group), path, group)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A checkpoint that has been divided into what lies in its directory; the first three are the first rank's."""
+
+    meta: bytes
+    """The content of ``meta.pt``."""
+    facts: Mapping[str, Any]
+    """What the marker says besides sizes."""
+    wanted: Collection[str]
+    """The names of all tensors to which ``meta.pt`` refers."""
+    shares: dict[str, Any]
+
+
+def divide(checkpoint: Mapping[str, Any], path: Any, group: dist.ProcessGroup | None = None) -> Parts:
+    """Divide a checkpoint; nothing that is not a tensor is changed by training any more. A collective.
+
+    Raises:
+        CheckpointError: on every rank, if something in it cannot be pickled.
+    """
     meta, stored, shares = take_out(checkpoint)
+    buffer = io.BytesIO()
     meta[ENTRY] = {**meta.get(ENTRY, {}), "version": VERSION, "stored": [[list(p), key] for p, key in stored.items()]}
-    write_parts(meta, shares, path, group)
+    on_first(lambda: torch.save(meta, buffer), path, group)
+    facts = {key: meta[key] for key in ("global_step", "epoch") if isinstance(meta.get(key), int)}
+    return Parts(buffer.getvalue(), facts, set(stored.values()), shares)
 
 
-def write_parts(meta: Mapping[str, Any], shares: dict[str, Any], path: Any, group: dist.ProcessGroup | None) -> None:
-    """See :func:`write_directory`; takes what :func:`take_out` has divided."""
+def write_parts(parts: Parts, path: Any, group: dist.ProcessGroup | None) -> None:
+    """See :func:`write_directory`."""
     aside = on_first(lambda: begin_aside(path, is_folder=True), path, group)
     try:
-        _save_tensors(meta, shares, aside, path, group)
-        on_first(lambda: _finish(meta, aside, path), path, group)
+        _save_tensors(parts, aside, path, group)
+        on_first(lambda: _finish(parts, aside, path), path, group)
     except CheckpointError:
         if _is_first(group):
             _try_to_remove(aside)
         raise
 
 
-def _save_tensors(
-    meta: Mapping[str, Any], shares: dict[str, Any], aside: str, path: Any, group: dist.ProcessGroup | None
-) -> None:
-    wanted = {key for _, key in meta[ENTRY]["stored"]} if _is_first(group) else ()
+def _save_tensors(parts: Parts, aside: str, path: Any, group: dist.ProcessGroup | None) -> None:
     writer = FsspecWriter(aside) if "://" in aside else FileSystemWriter(aside)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*torch.distributed is disabled.*")
-            save(shares, storage_writer=writer, planner=SharePlanner(wanted), process_group=group)
+            save(parts.shares, storage_writer=writer, planner=SharePlanner(parts.wanted), process_group=group)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointError(f"The checkpoint {path} could not be saved: rank {rank}: {_text(cause)}") from cause
 
 
-def _finish(meta: Mapping[str, Any], aside: str, path: Any) -> None:
+def _finish(parts: Parts, aside: str, path: Any) -> None:
     with fsspec.open(os.path.join(aside, META), "wb") as file:
-        torch.save(dict(meta), file)
-    facts = {key: meta[key] for key in ("global_step", "epoch") if isinstance(meta.get(key), int)}
-    mark_whole(aside, facts)
+        file.write(parts.meta)
+        to_disk(file)
+    mark_whole(aside, parts.facts)
     put_in_place(aside, path)
 
 

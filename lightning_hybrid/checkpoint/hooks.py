@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hybrid.checkpoint.background import Background
 from lightning_hybrid.checkpoint.consolidate import (
     StateKeys,
     gather_model_state,
@@ -15,12 +16,13 @@ from lightning_hybrid.checkpoint.consolidate import (
     scatter_model_state,
     scatter_optimizer_state,
 )
-from lightning_hybrid.checkpoint.directory import on_first, write_directory
+from lightning_hybrid.checkpoint.directory import divide, on_first, write_directory
 from lightning_hybrid.checkpoint.files import read_checkpoint, write_file
+from lightning_hybrid.checkpoint.loader_states import add_loader_states, take_loader_states
 from lightning_hybrid.checkpoint.whole import checkpoint_to_load
 from lightning_hybrid.collectives import AxisCollectives
 from lightning_hybrid.errors import CheckpointError
-from lightning_hybrid.layout import Layout
+from lightning_hybrid.layout import Coordinate, Layout
 from lightning_hybrid.materialize import on_meta
 from lightning_hybrid.optimizer import disable_foreach_on_mixed_tensors
 from lightning_hybrid.optimizer_scope import refuse_wide_optimizers
@@ -42,9 +44,18 @@ class CheckpointHooks(AxisCollectives):
     """For each optimizer the parameter names of its groups, as one process has them."""
     settings: Settings
 
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._background = Background()
+
     @property
     def layout(self) -> Layout:
         """The degrees of this run."""
+        raise NotImplementedError
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """Where this rank stands on the mesh."""
         raise NotImplementedError
 
     @override
@@ -102,8 +113,11 @@ class CheckpointHooks(AxisCollectives):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a file or a directory: each rank its own part only. All ranks read the same one. A collective."""
+        self._background.wait()
         path = on_first(lambda: checkpoint_to_load(checkpoint_path), checkpoint_path)
-        return read_checkpoint(path, self.checkpoint_io, weights_only)
+        checkpoint = read_checkpoint(path, self.checkpoint_io, weights_only)
+        take_loader_states(checkpoint, self.layout, self.coordinate)
+        return checkpoint
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -113,10 +127,24 @@ class CheckpointHooks(AxisCollectives):
             CheckpointError: on every rank, with the first cause; what was at the path is as it was.
         """
         path = self.broadcast(filepath)
-        if self._is_sharded:
-            write_directory(checkpoint, path)
-        else:
+        add_loader_states(checkpoint, self.layout, self.coordinate)
+        if not self._is_sharded:
             on_first(lambda: write_file(checkpoint, path, self.checkpoint_io, storage_options), path)
+        elif self.settings.save_distributed_checkpoint == "async":
+            self._background.save(divide(checkpoint, path), path)
+        else:
+            write_directory(checkpoint, path)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a file or a directory, once the one that replaces it is whole."""
+        if self.is_global_zero:
+            self._background.afterwards(lambda: self.checkpoint_io.remove_checkpoint(filepath))
+
+    @override
+    def teardown(self) -> None:
+        self._background.wait()
+        super().teardown()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_hybrid.errors import CheckpointError
 
-__all__ = ["Piece", "Share", "Stored"]
+__all__ = ["Piece", "Share", "Stored", "keep"]
 
 #: Where a part begins in the whole tensor, along each dimension, and its values.
 Piece = tuple[tuple[int, ...], Tensor]
@@ -93,6 +93,16 @@ class Share(_StandIn):
             " but not compute with weights. Do that where it is loaded (on_load_checkpoint), or use"
             " save_distributed_checkpoint=False."
         )
+
+
+def keep(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict with shares whose values stay as they are now, whatever the module holds later."""
+    kept: dict[int, Any] = {}
+    for value in state.values():
+        if isinstance(value, Share) and id(value) not in kept:
+            pieces = [(start, piece.clone()) for start, piece in value.pieces]
+            kept[id(value)] = Share.make(value.shape, value.dtype, pieces, value.key)
+    return {key: kept.get(id(value), value) for key, value in state.items()}
 
 
 class Stored(_StandIn):

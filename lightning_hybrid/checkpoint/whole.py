@@ -31,6 +31,7 @@ __all__ = [
     "mark_whole",
     "put_in_place",
     "remove",
+    "to_disk",
     "why_not_whole",
 ]
 
@@ -73,7 +74,7 @@ def mark_whole(folder: Any, facts: Mapping[str, Any]) -> None:
     }
     with fs.open(f"{at}/{MARKER}", "wb") as file:
         file.write(json.dumps(document, indent=1).encode())
-        _to_disk(file)
+        to_disk(file)
 
 
 def put_in_place(aside: Any, path: Any) -> None:
@@ -223,7 +224,8 @@ def _hash(fs: Any, path: str) -> str | None:
     return digest.hexdigest()
 
 
-def _to_disk(file: Any) -> None:
+def to_disk(file: Any) -> None:
+    """Wait until a local file would survive a loss of power."""
     file.flush()
     try:
         os.fsync(file.fileno())

@@ -132,13 +132,14 @@ LAYOUTS = {
 
 
 def build_trainer(
-    name: str, folder: Path, schedule: str = "1F1B", shards_itself: bool = False, **options: Any
+    name: str, folder: Path, schedule: str = "1F1B", shards_itself: bool = False, form: Any = False, **options: Any
 ) -> L.Trainer:
     degrees = LAYOUTS[name]
     strategy: Any = "auto"
     if name != "plain":
         plan = PLAN if degrees.tensor_parallel_size > 1 and not shards_itself else None
-        strategy = Hybrid3DStrategy(**vars(degrees), tp_plan=plan, schedule=schedule, archive=None)
+        more = {"schedule": schedule, "archive": None, "save_distributed_checkpoint": form}
+        strategy = Hybrid3DStrategy(**vars(degrees), tp_plan=plan, **more)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     fixed = {"accelerator": "cpu", "use_distributed_sampler": False, **quiet}
     options = {"enable_checkpointing": False, **fixed, **options}
