@@ -176,7 +176,7 @@ def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.torch.save", full)
-    with pytest.raises(CheckpointError, match=r"last.ckpt could not be saved: rank 0: .*No space left on device"):
+    with pytest.raises(CheckpointError, match=r"last.ckpt could not be saved: .*No space left on device"):
         save(path, 4)
     monkeypatch.setattr("lightning_hybrid.checkpoint.files.torch.save", full)
     with pytest.raises(OSError, match="No space left"):
