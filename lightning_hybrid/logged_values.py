@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_sum
 
 from lightning_hybrid.errors import UnsupportedError
+from lightning_hybrid.log_rules import LogRules, apply_rule
 from lightning_hybrid.pipeline.hollow import refuse_hollow
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine
 
@@ -44,7 +45,9 @@ class _Logged:
 class LogRecorder:
     """Notes calls of ``self.log`` by micro-batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: LogRules | None = None, sizes: Sequence[int] = ()) -> None:
+        """``sizes``: the number of samples of each micro-batch. ``rules`` say how values of several are combined."""
+        self._rules, self._sizes = rules, sizes
         self._logged: dict[str, _Logged] = {}
         self._microbatch = 0
 
@@ -52,11 +55,14 @@ class LogRecorder:
     def recording(self, module: Any, microbatch: int) -> Iterator[None]:
         """While active, ``module.log`` notes instead of logging."""
         self._microbatch = microbatch
+        before = module.__dict__.get("log")
         module.__dict__["log"] = self._note
         try:
             yield
         finally:
             module.__dict__.pop("log", None)
+            if before is not None:
+                module.__dict__["log"] = before
 
     def _note(self, name: str, value: Any, *positional: Any, **options: Any) -> None:
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
@@ -70,19 +76,29 @@ class LogRecorder:
     def combined(self, losses: Sequence[MicrobatchLoss]) -> list[tuple[str, Any, dict[str, Any]]]:
         """Return one ``(name, value, options)`` per name, in the order of the first calls.
 
-        Values are combined as losses are (a weighted mean). Where the user's ``reduce_fx`` says sum, min or max, so are
-        values other than the loss: what is logged so is taken for a number of a sample or of all of them.
+        Values are combined by the rule that was found for their name. Where none was, they are as losses are (a
+        weighted mean); those with a ``reduce_fx`` of sum, min or max so, unless they are the loss.
         An explicit ``batch_size`` is the sum over micro-batches. A torchmetrics object is passed by its name.
         """
-        return [(name, _combine(entry, losses), _options(entry)) for name, entry in self._logged.items()]
+        return [(name, self._combine(name, entry, losses), _options(entry)) for name, entry in self._logged.items()]
 
+    def numbers(self) -> dict[str, dict[int, Any]]:
+        """Return by name, and by micro-batch, the values that are tensors or numbers."""
+        logged = {name: entry.values for name, entry in self._logged.items()}
+        return {name: values for name, values in logged.items() if not isinstance(next(iter(values.values())), Metric)}
 
-def _combine(entry: _Logged, losses: Sequence[MicrobatchLoss]) -> Any:
-    first = next(iter(entry.values.values()))
-    refuse_hollow("A value given to self.log", tree_leaves(list(entry.values.values())))
-    if isinstance(first, Metric):
-        return first
-    return _reduce([(losses[i], v) for i, v in entry.values.items()], entry.options.get("reduce_fx", "mean"))
+    def _combine(self, name: str, entry: _Logged, losses: Sequence[MicrobatchLoss]) -> Any:
+        first = next(iter(entry.values.values()))
+        refuse_hollow("A value given to self.log", tree_leaves(list(entry.values.values())))
+        if isinstance(first, Metric):
+            return first
+        reduce_fx = entry.options.get("reduce_fx", "mean")
+        rule = None if self._rules is None else self._rules.rule(name, reduce_fx)
+        pairs = [(losses[i], value) for i, value in entry.values.items()]
+        if rule is None:
+            return _reduce(pairs, reduce_fx)
+        values = torch.stack([torch.as_tensor(value).detach().float() for _, value in pairs])
+        return apply_rule(rule, values, [loss for loss, _ in pairs], [self._sizes[i] for i in entry.values])
 
 
 def _reduce(pairs: Sequence[tuple[MicrobatchLoss, Any]], reduce_fx: Any) -> Tensor:

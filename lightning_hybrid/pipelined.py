@@ -8,14 +8,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lightning_hybrid.data import checksum
-from lightning_hybrid.errors import PipelineError, UnsupportedError
+from lightning_hybrid.errors import HybridError, PipelineError, UnsupportedError
 from lightning_hybrid.gradients import GradientLedger
 from lightning_hybrid.kept_values import KeptValues
+from lightning_hybrid.log_rules import LogRules
 from lightning_hybrid.logged_values import LogRecorder, MetricMirror, merge_outputs, without_large_tensors
 from lightning_hybrid.microbatches import BatchSplitter
 from lightning_hybrid.pipeline.activations import look_of
@@ -69,8 +71,9 @@ class PipelinedStep:
         self._device, self._probe, self._sync_tied = device, probe, sync_tied
         self.facts: dict[Any, StepFacts] = {}
         self._ledger = GradientLedger(module.parameters())
-        self._metrics, self._kept = MetricMirror(module), KeptValues(module)
+        self._metrics, self._kept, self._log_rules = MetricMirror(module), KeptValues(module), LogRules()
         self._last_rank = spec.rank_of_stage(rank.num_stages - 1, rank.num_ranks)
+        self._is_last = self._last_rank == rank.rank
         self._quiet, self._apart, self._gather, self._whole_batch_loss = quiet, apart, gather, whole_batch_loss
         self._regathers = regathers
         self._said, self._checkable, self._num_trained = False, True, 0
@@ -84,7 +87,7 @@ class PipelinedStep:
         """
         self._checksum = checksum(batch)
         parts, sizes = zip(*self._splitter.split(batch, self.num_microbatches), strict=True)
-        recorder = LogRecorder()
+        recorder = LogRecorder(self._log_rules, sizes)
         self._check_even(len(parts))
         facts = self._facts("training_step", batch if self._whole_batch_loss else parts[0], rest)
         self._check_contract(facts, batch, sizes, rest)
@@ -104,6 +107,7 @@ class PipelinedStep:
             read_loss=lambda i, output: read_loss(output, sizes[i]),
             whole_step=whole_step if self._whole_batch_loss else None,
             on_outputs=lambda outputs, losses: self._report(recorder, outputs, losses),
+            on_failure=self._report_failure,
         )
         self._num_steps += 1
         self._ledger.open()
@@ -136,6 +140,7 @@ class PipelinedStep:
             facts=self._facts(name, batch, rest),
             step=lambda i: self._one(name, recorder, i, batch, rest),
             on_outputs=lambda outputs, _: self._report(recorder, outputs, [_WHOLE], full=name == "predict_step"),
+            on_failure=self._report_failure,
         )
         self._num_steps += 1
         self._metrics.before()
@@ -175,7 +180,8 @@ class PipelinedStep:
         rehearsal = Rehearsal(
             rank=self._rank,
             facts=facts,
-            step=lambda piece: self._run("training_step", piece, rest),
+            step=lambda piece, notes, i: self._noting("training_step", notes, i, piece, rest),
+            log_rules=self._log_rules,
             whole=whole,
             parts=parts,
             sizes=part_sizes,
@@ -200,11 +206,10 @@ class PipelinedStep:
 
     def _one(self, name: str, recorder: LogRecorder, index: int, part: Any, rest: tuple[Any, ...]) -> Any:
         self._start_microbatch(self._num_steps, index)
-        with recorder.recording(self._module, index):
-            return self._run(name, part, rest)
+        return self._noting(name, recorder, index, part, rest)
 
-    def _run(self, name: str, part: Any, rest: tuple[Any, ...]) -> Any:
-        with self._apart():
+    def _noting(self, name: str, recorder: LogRecorder, index: int, part: Any, rest: tuple[Any, ...]) -> Any:
+        with recorder.recording(self._module, index), self._apart():
             return joined(run_on(getattr(self._module, name), part, *rest))
 
     def _report(
@@ -232,6 +237,14 @@ class PipelinedStep:
             message if full else {**message, "output": without_large_tensors(merged)}, self._device
         )
 
+    def _report_failure(self, error: Exception) -> None:
+        """On the last stage, which all other stages wait for: tell them what failed."""
+        self._message = {"error": error}
+        told = error
+        if not isinstance(error, HybridError):
+            told = PipelineError(f"The last stage failed, on rank {dist.get_rank()}: {type(error).__name__}: {error}")
+        self._rank.channels.report({"error": told}, self._device)
+
     def _named(self, value: Any, options: dict[str, Any]) -> Any:
         """A metric by its name, with the whole batch's value where that is logged."""
         if not isinstance(value, Metric):
@@ -243,6 +256,10 @@ class PipelinedStep:
     def _received(self) -> dict[str, Any]:
         if self._message is None:
             self._message = self._rank.channels.receive_report(self._last_rank, self._device)
+        if "error" in self._message:
+            self._rank.flush()
+            raise self._message["error"]
+        if not self._is_last:
             self._metrics.apply(self._message["metrics"])
             self._kept.apply(self._message["kept"])
             if repr(self._message["batch"]) != repr(self._checksum):

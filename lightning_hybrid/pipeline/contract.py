@@ -15,13 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.log_rules import LoggedFact, LogRules, fitting_rules
+from lightning_hybrid.logged_values import LogRecorder
 from lightning_hybrid.pipeline.activations import look_of
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine
 from lightning_hybrid.pipeline.probe import StepFacts
@@ -66,8 +69,7 @@ def disagreement(whole: MicrobatchLoss, parts: Sequence[MicrobatchLoss], *, is_r
     alone, *each = (float(one.value.detach()) for one in (whole, *parts))
     if not all(math.isfinite(value) for value in (alone, together, *each)):
         return None
-    tolerance = 3e-2 if is_rounded or whole.value.element_size() == 2 else 1e-4 if whole.value.is_cpu else 2e-3
-    if abs(alone - together) <= tolerance * max(map(abs, (alone, *each))) + 1e-7:
+    if abs(alone - together) <= _tolerance(whole, is_rounded) * max(map(abs, (alone, *each))) + 1e-7:
         return None
     if len(parts) == 1:
         return f"is {alone:.6g} for some samples in one piece, but {together:.6g} if they are cut and joined again"
@@ -79,20 +81,28 @@ def disagreement(whole: MicrobatchLoss, parts: Sequence[MicrobatchLoss], *, is_r
     )
 
 
+def _tolerance(whole: MicrobatchLoss, is_rounded: bool) -> float:
+    return 3e-2 if is_rounded or whole.value.element_size() == 2 else 1e-4 if whole.value.is_cpu else 2e-3
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
     """Some samples of a batch, in one piece and as a step would cut them."""
 
     rank: PipelineRank
     facts: StepFacts
-    step: Callable[[Any], Any]
-    """Runs the user's step on a piece of a batch."""
+    step: Callable[[Any, LogRecorder, int], Any]
+    """Runs the user's step on a piece of a batch, noting what it logs as that of a micro-batch of this number."""
+    log_rules: LogRules
     whole: Any
     parts: Sequence[Any]
     sizes: Sequence[int]
     """Samples in each part."""
     joins: bool
     """Whether the code after the last block gets all parts at once."""
+    logged: list[LogRecorder] = field(default_factory=list)
+    """What was logged for the whole, then for the parts."""
+    failures: list[Exception] = field(default_factory=list)
     forward_only: Callable[[int], Sequence[Action]]
     """This rank's actions for so many micro-batches."""
     device: torch.device
@@ -105,32 +115,41 @@ class Rehearsal:
 
         A collective over the world.
         """
-        cut, problem = self.rank.cut, None
+        cut = self.rank.cut
         before = random_mark(self.device if self.device.type == "cuda" else None)
         for part in cut.module.modules():
             part.training = False
         surrounding, cut.inside = cut.inside, nullcontext  # what blocks draw is to be seen too
         try:
-            try:
-                with torch.no_grad():
-                    found = self._losses([self.whole], read_loss, joins=False)
-            except Exception as error:
-                if isinstance(error, HybridError) or self.rank.keeps_others_waiting:
-                    raise
-                problem = f"{type(error).__name__}: {error}"
-            if not self._is_clear(problem):
+            with torch.no_grad():
+                found = self._losses([self.whole], read_loss, joins=False)
+            if not self._is_clear():
                 return None, False
             with torch.enable_grad():
                 found += self._losses(self.parts, read_loss, joins=self.joins)
         finally:
             cut.inside = surrounding
-        if before != random_mark(self.device if self.device.type == "cuda" else None):
-            problem = "it draws random numbers"
-        return (self._verdict(found), True) if self._is_clear(problem) else (None, False)
+        draws = before != random_mark(self.device if self.device.type == "cuda" else None)
+        return (
+            (self._verdict(found), True)
+            if self._is_clear("it draws random numbers" if draws else "")
+            else (None, False)
+        )
 
-    def _is_clear(self, problem: str | None) -> bool:
-        """Whether no rank has a problem. A collective over the world."""
-        problems = [told for told in self.gather(problem) if told]
+    def _is_clear(self, problem: str = "") -> bool:
+        """Whether no rank has a problem, this one or a failure. A collective over the world.
+
+        Raises:
+            HybridError: on all ranks, if it is one of ours that a last stage has met.
+        """
+        for error in self.failures:
+            problem = problem or f"{type(error).__name__}: {error}"
+        refusals = [error for error in self.failures if isinstance(error, HybridError)]
+        told = self.gather((problem, *refusals[:1]))
+        for _, *errors in told:
+            for error in errors:
+                raise error
+        problems = [problem for problem, *_ in told if problem]
         if problems:
             rank_zero_info(
                 "lightning_hybrid: whether training_step compares samples with each other could not be checked"
@@ -142,6 +161,7 @@ class Rehearsal:
         self, pieces: Sequence[Any], read_loss: Callable[[Any, int], MicrobatchLoss], *, joins: bool
     ) -> list[MicrobatchLoss]:
         found: list[MicrobatchLoss] = []
+        self.logged.append(LogRecorder())
 
         def note(outputs: list[Any], _: Any) -> None:
             sizes = self.sizes if len(outputs) == len(self.sizes) else [sum(self.sizes)]
@@ -152,25 +172,44 @@ class Rehearsal:
             num_microbatches=len(pieces),
             looks=[("rehearsal", look_of(piece)) for piece in pieces],
             facts=self.facts,
-            step=lambda i: self.step(pieces[i]),
-            whole_step=(lambda: self.step(self.whole)) if joins else None,
+            step=lambda i: self.step(pieces[i], self.logged[-1], i),
+            whole_step=(lambda: self.step(self.whole, LogRecorder(), 0)) if joins else None,
             on_outputs=note,
+            on_failure=self.failures.append,
         )
         self.rank.run(self.forward_only(len(pieces)), inputs)
         return found
 
     def _verdict(self, found: list[MicrobatchLoss]) -> str | None:
         """Tell all ranks what a last stage found."""
-        refusal = None
+        refusal: str | None = None
+        logged: dict[str, Any] = {}
         if found:
             whole, *parts = found
-            if self.joins:
-                parts = [replace(parts[0], weight=1.0)]
             is_rounded = torch.is_autocast_enabled(self.device.type) or any(
                 p.element_size() == 2 for p in self.rank.cut.module.parameters()
             )
+            if not self.joins:
+                logged = self._compare_logged(parts, _tolerance(whole, is_rounded))
+            else:
+                parts = [replace(parts[0], weight=1.0)]
             if difference := disagreement(whole, parts, is_rounded=is_rounded):
                 refusal = f"The loss of training_step {difference}. {_JOINED if self.joins else _APART}"
-        told = self.gather(refusal)
+        told = self.gather((refusal, logged))
         self.rank.flush()
-        return next((refusal for refusal in told if refusal), None)
+        refusals = [refusal for refusal, _ in told] + [self.log_rules.learn(logged) for _, logged in told]
+        return next((refusal for refusal in refusals if refusal), None)
+
+    def _compare_logged(self, losses: Sequence[MicrobatchLoss], tolerance: float) -> dict[str, LoggedFact]:
+        """Return for each name that was logged for the whole and for all parts which rules combine it."""
+        whole, parts = (notes.numbers() for notes in self.logged)
+        facts = {}
+        for name in whole.keys() & parts.keys():  # not what only some parts log
+            if len(parts[name]) == len(losses):
+                value, *values = (float(v) for v in (whole[name][0], *(parts[name][i] for i in range(len(losses)))))
+                facts[name] = LoggedFact(
+                    rules=fitting_rules(value, values, losses, self.sizes, tolerance),
+                    is_tensor=isinstance(whole[name][0], Tensor),
+                    text=f"is {value:.6g} for some samples, {values[0]:.6g} and {values[1]:.6g} for two parts of them",
+                )
+        return facts

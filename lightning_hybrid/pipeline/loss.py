@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.errors import ConfigurationError
+
 __all__ = ["MicrobatchLoss", "combine", "read_loss"]
 
 #: Nodes through which a loss may be scaled, shifted or reshaped without changing what it is a mean of.
@@ -61,17 +63,17 @@ def read_loss(output: Any, num_samples: int) -> MicrobatchLoss:
     """Find the loss in what a training step returned, and its weight.
 
     Raises:
-        ValueError: if there is no scalar loss tensor in ``output``.
+        ConfigurationError: if there is no scalar loss tensor in ``output``.
     """
     loss = output.get("loss") if isinstance(output, dict) else output
     if loss is None:
-        raise ValueError(
+        raise ConfigurationError(
             "training_step returned no loss, by which Lightning skips a batch. A pipeline cannot skip a micro-batch:"
             " leave such samples out in the dataset or the collate function, return the loss times 0, or use"
             " pipeline_parallel_size=1."
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ValueError(
+        raise ConfigurationError(
             "With pipeline_parallel_size > 1, training_step must return a scalar loss tensor or a dict with one under"
             f' "loss", but it returned {type(output).__name__}.'
         )

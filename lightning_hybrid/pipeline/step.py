@@ -7,7 +7,8 @@ weighs all micro-batches alike, it gives no times of its actions, and its errors
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,6 +46,9 @@ class StepInputs:
     """Runs the step on the whole batch; given where the code after the last block gets it (``whole_batch.py``)."""
     on_outputs: Callable[[list[Any], list[MicrobatchLoss]], None] = lambda outputs, losses: None
     """Called on the last stage as soon as all micro-batches have gone through."""
+    on_failure: Callable[[Exception], None] | None = None
+    """Called on the last stage instead, once the schedule has been run to its end, if something failed there behind the
+    last block; if it is given. So the other stages do not wait in vain, and may be told why."""
 
 
 @dataclass(kw_only=True)
@@ -58,6 +62,10 @@ class _Flight:
     loss: MicrobatchLoss | None = None
     weights_left: Any = None
     """What the backward of the inputs left for the backward of the weights."""
+
+
+#: In the place of a loss that could not be had.
+_NOTHING = MicrobatchLoss(value=torch.zeros(()), weight=0.0, rule="samples")
 
 
 class PipelineRank:
@@ -87,6 +95,7 @@ class PipelineRank:
         self._outputs: list[Any] = []
         self._losses: list[MicrobatchLoss] = []
         self._whole: WholeBatch | None = None
+        self._failures: list[Exception] = []
         self.reference = 1.0
         self.now: Action | None = None
         self._coming: Action | None = None
@@ -99,7 +108,7 @@ class PipelineRank:
         """
         self._flights.clear()
         self._local.clear()
-        self._outputs, self._losses, self.reference, self._whole = [], [], 1.0, None
+        self._outputs, self._losses, self.reference, self._whole, self._failures = [], [], 1.0, None, []
         self.activations.begin(inputs.looks)
         try:
             self._coming, *later = self._arrivals(actions)
@@ -114,24 +123,12 @@ class PipelineRank:
                     with torch.autocast(self._device.type, enabled=False):  # as in one process, after the step
                         self._backward(action)
         except Exception as error:
-            place = f"while pipeline rank {self.rank} ran action {self.now} (stage, kind, micro-batch)"
-            if hasattr(error, "add_note"):
-                error.add_note(place)
-            else:  # Python 3.10
-                logger.error("%s: %s", type(error).__name__, place)
+            self._place(error)
             raise
         self._flights.clear()
         self._whole = None
-
-    @property
-    def keeps_others_waiting(self) -> bool:
-        """After an error in a forward: whether other ranks wait for what should have come after it.
-
-        They do not, if it happened behind the last block, where nothing is sent.
-        """
-        run, action = self.cut.last_run, self.now
-        is_last = action is not None and action.stage == self.num_stages - 1
-        return not (is_last and run is not None and run.entered)
+        if self._failures and inputs.on_failure is not None:
+            inputs.on_failure(self._failures[0])
 
     def _arrivals(self, actions: Sequence[Action]) -> list[Action | None]:
         """Before and after each action the next forward whose input another rank sends."""
@@ -170,18 +167,37 @@ class PipelineRank:
             receive=lambda local: self._receive(stage, microbatch, local, marks),
         )
         marks.begin("F" if stage == 0 else "PROLOGUE")
-        result = self._inside(lambda: self.cut.run(run, lambda: inputs.step(microbatch)))
         flight = self._flights[stage, microbatch] = _Flight(run=run)
         if stage == self.num_stages - 1:
-            self._finish(flight, microbatch, result, inputs)
+            with self._failing_later(run, inputs):
+                result = self._inside(lambda: self.cut.run(run, lambda: inputs.step(microbatch)))
+                self._finish(flight, microbatch, result, inputs)
         else:
-            flight.outputs = list(result)
+            flight.outputs = list(self._inside(lambda: self.cut.run(run, lambda: inputs.step(microbatch))))
             self._hand_over("F", flight.outputs, stage + 1, microbatch)
             if inputs.read_loss is not None:
                 self._expect_gradients(flight, stage, microbatch)
         marks.end()
         if inputs.read_loss is None:
             self._flights.pop((stage, microbatch)).run.forget()
+
+    @contextmanager
+    def _failing_later(self, run: StageRun, inputs: StepInputs) -> Iterator[None]:
+        """On the last stage: what fails once its input is there leaves a micro-batch without gradients at first."""
+        try:
+            yield
+        except Exception as error:
+            if inputs.on_failure is None or not run.entered:
+                raise
+            self._place(error)
+            self._failures.append(error)
+
+    def _place(self, error: Exception) -> None:
+        place = f"while pipeline rank {self.rank} ran action {self.now} (stage, kind, micro-batch)"
+        if hasattr(error, "add_note"):
+            error.add_note(place)
+        else:  # Python 3.10
+            logger.error("%s: %s", type(error).__name__, place)
 
     def _finish(self, flight: _Flight, microbatch: int, output: Any, inputs: StepInputs) -> None:
         self._outputs.append(output)
@@ -213,11 +229,13 @@ class PipelineRank:
         kind, stage, microbatch = action
         flight = self._flights[stage, microbatch]
         marks = self.clock.spans(stage, microbatch)
-        if flight.loss is None and kind is not Kind.BACKWARD_WEIGHT:
+        if self._failures and stage == self.num_stages - 1:
+            flight.loss = _NOTHING
+        elif flight.loss is None and kind is not Kind.BACKWARD_WEIGHT:
             marks.begin("WAIT_B")
             self._await_gradients(flight, stage, microbatch)
         marks.begin(kind.value)
-        if self._whole is not None and stage == self.num_stages - 1:
+        if self._whole is not None and not self._failures and stage == self.num_stages - 1:
             flight.gradients = self._whole.gradients_of(microbatch)
         with self.cut.resume(flight.run):
             self._differentiate(kind, stage, flight)

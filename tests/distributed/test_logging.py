@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat
 
-from lightning_hybrid import Hybrid3DStrategy, kept_values, logged_values
+from lightning_hybrid import Hybrid3DStrategy, kept_values, log_rules, logged_values
 from lightning_hybrid.errors import UnsupportedError
 from tests.distributed.equality import QUIET
 from tests.distributed.zoo import Lit, labelled_rows
@@ -78,6 +79,10 @@ class Logs(Lit):
             self.log(f"loss_{how}", loss, on_step=False, on_epoch=True, reduce_fx=how, sync_dist=True)
         self.log("samples", float(len(y)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
         self.log("largest", logits.abs().amax(), on_step=False, on_epoch=True, reduce_fx=torch.max, sync_dist=True)
+        values = {"mean": logits.mean(), "count": (logits > 0).sum(), "top": logits.amax(), "n": float(len(y))}
+        for name, value in values.items():  # what a value is made of is one thing, what is done with batches another
+            for how in ("mean", "sum", "min", "max"):
+                self.log(f"{name}_{how}", value, on_epoch=True, on_step=True, reduce_fx=how, sync_dist=True)
         if self.global_rank == 0:  # on the others it is there or not, which is said to be the user's own business
             self.log("of_rank_zero", loss, rank_zero_only=True)
         self.log_dict({"a": loss * 2, "b": logits.mean()}, on_epoch=True)
@@ -143,7 +148,8 @@ SABOTAGE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "": lambda patch: None,
     "lists": lambda patch: patch.setattr(kept_values.KeptValues, "apply", lambda *_: None),
     "metric": lambda patch: patch.setattr(logged_values.MetricMirror, "value_of_batch", lambda _, m: m._forward_cache),
-    "loss": lambda patch: patch.setattr(logged_values, "combine", lambda values, losses: torch.stack(values).max()),
+    "rules": lambda patch: patch.setattr(log_rules.LogRules, "rule", lambda *_: None),
+    "loss": lambda patch: patch.setattr(logged_values, "apply_rule", lambda rule, values, *_: values.max()),
 }
 
 
@@ -200,24 +206,47 @@ def test_wrong_variants_are_seen(sabotage: str) -> None:
         compare(run_ranks(2, log, "hybrid3d", (1, 1, 2), sabotage), expected)
 
 
-class Largest(Lit):
-    """Of a metric that does not add up, the part of one batch cannot be told."""
+class Odd(Lit):
+    """Logs what micro-batches cannot tell of a batch: a metric that does not add up, or a spread."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__(nn.Sequential(Block(), Block(), nn.Linear(12, 5)))
-        self.largest = MaxMetric()
+        self.kind, self.largest = kind, MaxMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.model(batch["x"]), batch["y"])
-        self.largest(loss)
-        self.log("largest", self.largest)
+        logits = self.model(batch["x"])
+        loss = F.cross_entropy(logits, batch["y"])
+        if self.kind == "metric":
+            self.largest(loss)
+            self.log("largest", self.largest)
+        else:
+            spread = logits.std()
+            self.log("spread", spread if self.kind == "tensor" else float(spread))
         return loss
 
 
-def test_what_cannot_be_told_is_refused_by_name() -> None:
-    def train(rank: int) -> None:
-        strategy = Hybrid3DStrategy(1, 1, 2, archive=None, schedule="1F1B")
-        L.Trainer(devices=2, strategy=strategy, max_steps=1, **QUIET).fit(Largest(), DataLoader(ROWS, batch_size=8))
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("metric", r"metric largest with on_step=True.*on_step=False"),
+        ("tensor", r'self\.log\("spread", \.\.\.\) in training_step is .* no mean, no sum.*whole_batch_loss=True'),
+        ("number", r'self\.log\("spread".* What is logged may be off'),
+    ],
+)
+def test_what_cannot_be_told_is_refused_by_name(kind: str, message: str) -> None:
+    """Of a Python number, which may be anything, it is said."""
 
-    with pytest.raises(UnsupportedError, match=r"metric largest with on_step=True.*on_step=False"):
-        run_ranks(2, train)
+    def train(rank: int) -> str:
+        strategy = Hybrid3DStrategy(1, 1, 2, archive=None, schedule="1F1B")
+        trainer = L.Trainer(devices=2, strategy=strategy, max_steps=1, **QUIET)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                trainer.fit(Odd(kind), DataLoader(ROWS, batch_size=8))
+            except UnsupportedError as error:
+                return str(error)
+        return " ".join(str(warning.message) for warning in said)
+
+    found = run_ranks(2, train)
+    assert re.search(message, found[0]), found[0]
+    assert kind != "tensor" or found[1] == found[0]
