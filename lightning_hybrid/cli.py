@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 from rich.console import Console
@@ -17,9 +17,10 @@ from lightning_hybrid.archive import Archive, Entry, best_entry, failed_degrees
 from lightning_hybrid.archive.document import to_plain
 from lightning_hybrid.errors import HybridError
 
-__all__ = ["best_command", "list_command", "main", "show_command"]
+__all__ = ["best_command", "convert_command", "list_command", "main", "show_command"]
 
 _ARCHIVE = "What earlier runs left in an archive of configurations."
+_CONVERT = "A checkpoint in another form: a plain .ckpt file, a directory, or safetensors."
 _WIDTH_OF_TABLE = 120
 _WIDTH_OF_FILES = 200
 _STYLES = {"ok": "green", "interrupted": "yellow", "running": "blue", "oom": "red", "failed": "red"}
@@ -28,9 +29,12 @@ _STYLES = {"ok": "green", "interrupted": "yellow", "running": "blue", "oom": "re
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, or 1 with one sentence on stderr (2 for unknown arguments)."""
     chosen = _build_parser().parse_args(None if arguments is None else list(arguments))
-    command = chosen.archive.subcommand
+    group = chosen[chosen.subcommand]
     try:
-        _ARCHIVE_COMMANDS[command](**vars(chosen.archive[command]))
+        if chosen.subcommand == "convert":
+            convert_command(**vars(group))
+        else:
+            _ARCHIVE_COMMANDS[group.subcommand](**vars(group[group.subcommand]))
     except HybridError as error:
         Console(stderr=True).print(f"[red]{type(error).__name__}:[/red] {error}", highlight=False, soft_wrap=True)
         return 1
@@ -39,8 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _build_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="lightning-hybrid", description="Hybrid 3D parallelism for Lightning.")
-    archive = ArgumentParser(description=_ARCHIVE)
-    parser.add_subcommands(required=True).add_subcommand("archive", archive, help=_ARCHIVE)
+    archive, convert = ArgumentParser(description=_ARCHIVE), ArgumentParser(description=_CONVERT)
+    groups = parser.add_subcommands(required=True)
+    groups.add_subcommand("archive", archive, help=_ARCHIVE)
+    groups.add_subcommand("convert", convert, help=_CONVERT)
+    flags = ("weights_only", "trusted")
+    convert.add_function_arguments(convert_command, as_group=False, as_positional=True, skip=set(flags))
+    convert.add_argument("--weights_only", action="store_true", help="Leave out everything but the weights.")
+    convert.add_argument("--trusted", action="store_true", help="Read objects of any class; that can run code.")
     commands = archive.add_subcommands(required=True)
     for name, function in _ARCHIVE_COMMANDS.items():
         title = (function.__doc__ or "").partition("\n")[0]
@@ -123,6 +133,43 @@ def best_command(
     for degrees, entry in failed.items():
         what = "ran out of memory" if entry.result.status == "oom" else "failed"
         console.print(f"Not tried again: {degrees} {what} in {entry.id}.", highlight=False, soft_wrap=True)
+
+
+def convert_command(
+    source: str,
+    destination: str,
+    to: Literal["file", "directory", "safetensors"] | None = None,
+    weights_only: bool = False,
+    prefix: str = "",
+    config: str | None = None,
+    max_shard_size: str = "5GB",
+    trusted: bool = False,
+) -> None:
+    """Convert a checkpoint, without a GPU and in the memory of a few tensors.
+
+    Args:
+        source: A .ckpt file, a checkpoint directory, or a folder of safetensors.
+        destination: Must not exist.
+        to: By default a file for names that end with .ckpt.
+        weights_only: Leave out everything but the weights; needed with safetensors on either side.
+        prefix: Name of the model in the LightningModule, with a dot (model.), which safetensors do not have.
+        config: Folder whose config.json is put beside safetensors.
+        max_shard_size: Of a safetensors file.
+        trusted: Read objects of any class, which can run code.
+    """
+    from lightning_hybrid.checkpoint.convert import convert  # torch and Lightning take a while
+
+    done = convert(
+        source,
+        destination,
+        to,
+        weights_only=weights_only,
+        prefix=prefix,
+        config=config,
+        max_shard_size=max_shard_size,
+        trusted=trusted,
+    )
+    Console().print(str(done), highlight=False, soft_wrap=True)
 
 
 _ARCHIVE_COMMANDS: dict[str, Callable[..., None]] = {

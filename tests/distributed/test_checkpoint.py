@@ -143,7 +143,8 @@ def build_trainer(
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     fixed = {"accelerator": "cpu", "use_distributed_sampler": False, **quiet}
     options = {"enable_checkpointing": False, **fixed, **options}
-    return L.Trainer(devices=degrees.world_size, strategy=strategy, default_root_dir=folder, **options)
+    options = {"devices": degrees.world_size, "strategy": strategy, "default_root_dir": folder, **options}
+    return L.Trainer(**options)
 
 
 def train(
