@@ -48,7 +48,9 @@ from tests.distributed.zoo import VOCABULARY
 from tests.distributed.zoo import Lit as Zoo
 from tests.ranks import run_ranks
 
-PLACES = ("dp2", "tp2", "pp2")
+PLACES = ("dp2", "tp2", "pp2", "2x2x2")
+#: What decides, averages and schedules, at all degrees at once.
+TOGETHER = ("ema", "one_cycle", "early_stopping", "checkpoints")
 
 
 class Lit(Zoo):
@@ -247,7 +249,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("place", PLACES)
 def test_equal_one_process(place: str, expected: Any, tmp_path: Path) -> None:
     names = tuple(name for name in CASES if (place, name) != ("dp2", "lr_finder"))  # by rank 0's samples, as with ddp
-    found = run_ranks(2, run_all, names, DEGREES[place], tmp_path, timeout=180)
+    names, num_ranks = (TOGETHER, 8) if place == "2x2x2" else (names, 2)
+    found = run_ranks(num_ranks, run_all, names, DEGREES[place], tmp_path, timeout=240)
     for name in names:
         check(name, expected, found)
 
@@ -435,9 +438,9 @@ def decide(rank: int, degrees: dict[str, Any], folder: Path) -> list[Any]:
 
 
 def test_decisions_are_those_of_ddp(tmp_path: Path) -> None:
-    """Also when one rank's value makes it want to stop, or to keep something else, and with a pipeline beside it."""
+    """Also when one rank's value makes it want to stop, or to keep something else, and with all axes at once."""
     first, second = run_ranks(2, decide, {"strategy": "ddp"}, tmp_path / "ddp", timeout=120)
     assert first[0] == 6 and first[1] < 6  # a rank that diverges stops all of them
     assert run_ranks(2, decide, DEGREES["dp2"], tmp_path / "dp2", timeout=120) == [first, second]
-    wide = {"data_parallel_size": 2, **DEGREES["pp2"]}
-    assert run_ranks(4, decide, wide, tmp_path / "wide", timeout=120) == [first, second, first, second]
+    in_order = [first, first, second, second] * 2  # tensor ranks are neighbours, and stages are furthest apart
+    assert run_ranks(8, decide, DEGREES["2x2x2"], tmp_path / "2x2x2", timeout=240) == in_order

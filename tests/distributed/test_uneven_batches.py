@@ -16,8 +16,8 @@ from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from tests.distributed.equality import QUIET
 from tests.ranks import RankError, run_ranks
 
-DEGREES = [(2, 1, 1), (2, 1, 2), (2, 2, 1)]
-IDS = ["dp2", "dp2xpp2", "dp2xtp2"]
+DEGREES = [(2, 1, 1), (2, 1, 2), (2, 2, 2)]
+IDS = ["dp2", "dp2xpp2", "2x2x2"]
 
 
 def row(index: int) -> Tensor:
