@@ -44,6 +44,7 @@ from lightning_hybrid.run_choice import RunChoice
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.setup_pipeline import PipelineSetup
 from lightning_hybrid.sharding import ShardedRoot, backward_of, call_inside, reshard, set_gradient_sync, to_device
+from lightning_hybrid.stopping import stop_together
 from lightning_hybrid.tensor_parallel.joined_late import joined
 
 __all__ = ["Hybrid3DStrategy"]
@@ -308,6 +309,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         if self._part is None or self._module_of_part is not self.lightning_module:
             self._parallelize(trainer)
         evaluate_by_no_grad(trainer, self._root)
+        stop_together(trainer)
         self.model_to_device()
         self._hook_precision()
         if trainer.state.fn == TrainerFn.FITTING:
