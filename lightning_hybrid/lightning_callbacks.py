@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, ModelSummary, Stochasti
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.averages import AVERAGING, average_shares
+from lightning_hybrid.checkpoint.uploads import upload_directories
 from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.layout import Layout
 
@@ -20,8 +21,10 @@ def adapt_callbacks(strategy: Any, module: Any) -> None:
 
     Raises:
         UnsupportedError: names a callback that cannot do with several ranks what it does with one, the reason and the
-            way out; the same on all ranks.
+            way out; or a logger that would upload nothing. The same on all ranks.
     """
+    if strategy.settings.save_distributed_checkpoint:
+        upload_directories(module.trainer)
     for callback in module.trainer.callbacks:
         if strategy.layout.world_size > 1:
             _refuse(callback, module, strategy.layout)

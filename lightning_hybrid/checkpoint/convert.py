@@ -42,7 +42,7 @@ from lightning_hybrid.checkpoint.safetensors_files import (
     write_shard,
 )
 from lightning_hybrid.checkpoint.tensors import Stored
-from lightning_hybrid.checkpoint.whole import begin_aside, is_directory, put_in_place, remove, why_not_whole
+from lightning_hybrid.checkpoint.whole import begin_aside, is_directory, local_path, put_in_place, remove, why_not_whole
 from lightning_hybrid.errors import CheckpointError, ConfigurationError
 
 __all__ = ["Form", "convert", "form_of"]
@@ -99,6 +99,7 @@ def convert(
         CheckpointError: for what cannot be read, is not whole, or exists already; nothing is left at ``destination``.
         ConfigurationError: if the two forms do not go together.
     """
+    source, destination = local_path(source), local_path(destination)
     given = form_of(source)
     to = to or ("file" if os.fspath(destination).endswith(".ckpt") else None)
     _check(given, to, destination, weights_only=weights_only, prefix=prefix, config=config)
@@ -142,7 +143,7 @@ def form_of(path: str | os.PathLike[str]) -> Form:
     Raises:
         CheckpointError: if it is none of the three; says what it looks like.
     """
-    text = os.fspath(path)
+    text = local_path(path)
     if is_directory(text):
         if os.path.exists(os.path.join(text, SINGLE)) or os.path.exists(os.path.join(text, INDEX)):
             return "safetensors"

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from lightning_hybrid.checkpoint.format import ENTRY, META, VERSION, optimizer_key, plain_key
 from lightning_hybrid.checkpoint.planners import SharePlanner, StoredTensors
 from lightning_hybrid.checkpoint.tensors import Share, Stored
-from lightning_hybrid.checkpoint.whole import begin_aside, mark_whole, put_in_place, remove, to_disk
+from lightning_hybrid.checkpoint.whole import begin_aside, local_path, mark_whole, put_in_place, remove, to_disk
 from lightning_hybrid.errors import CheckpointError
 
 __all__ = ["Parts", "as_shares", "divide", "on_first", "read_directory", "take_out", "write_directory", "write_parts"]
@@ -177,7 +177,7 @@ def read_directory(path: Any, weights_only: bool | None = None) -> dict[str, Any
     Raises:
         CheckpointError: if the directory is not one of ours.
     """
-    text = os.fspath(path)
+    text = local_path(path)
     with fsspec.open(os.path.join(text, META), "rb") as file:
         checkpoint: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
     entry = checkpoint.get(ENTRY, {})

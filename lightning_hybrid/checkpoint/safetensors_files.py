@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.checkpoint.whole import begin_aside
+from lightning_hybrid.checkpoint.whole import begin_aside, local_path
 from lightning_hybrid.errors import CheckpointError, ConfigurationError
 
 __all__ = [
@@ -83,7 +83,7 @@ class SafetensorsFolder:
         Raises:
             CheckpointError: if there is nothing of that kind, files are missing, truncated or not what the index says.
         """
-        folder = Path(path)
+        folder = Path(local_path(path))
         if folder.suffix == ".safetensors" and folder.is_file():
             paths, index = [folder], None
         else:
@@ -211,7 +211,8 @@ def begin_folder(path: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: if ``path`` exists, or is no local path.
     """
-    if "://" in os.fspath(path):
+    path = local_path(path)
+    if "://" in path:
         raise CheckpointError(f"{path} is a URL; safetensors files are mapped from and written to local folders.")
     if os.path.lexists(path):
         raise CheckpointError(f"{path} exists already. Choose another place, or remove it.")

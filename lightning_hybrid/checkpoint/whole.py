@@ -28,6 +28,7 @@ __all__ = [
     "checkpoint_to_load",
     "is_directory",
     "latest_checkpoint",
+    "local_path",
     "mark_whole",
     "put_in_place",
     "remove",
@@ -40,6 +41,12 @@ logger = logging.getLogger(__name__)
 ASIDE, OLD = ".incomplete", ".old"
 #: Parts of names that Lightning gives to what it resumes from without having been told a path.
 LATEST_NAMES = ("last", "hpc_ckpt_", "on_exception")
+
+
+def local_path(path: Any) -> str:
+    """Return the path that a ``file:`` URL names (Lightning writes ``file:/``, too); others, and paths, as they are."""
+    text = os.fspath(path)
+    return _open(text)[1] if text.startswith("file:") else text
 
 
 def is_directory(path: Any) -> bool:
@@ -174,7 +181,7 @@ def checkpoint_to_load(path: Any) -> str:
         CheckpointError: if what is there is not whole, or not a checkpoint.
     """
     fs, at = _open(path)
-    text = str(path)
+    text = local_path(path)
     if (reason := why_not_whole(text)) is None:
         return text
     if why_not_whole(text + OLD) is None:  # killed between the two renames of put_in_place

@@ -119,6 +119,7 @@ def layout(data: int, tensor: int, pipeline: int, replicas: int = 1) -> Layout:
 LAYOUTS = {
     "plain": layout(1, 1, 1),  # a Trainer without this library
     "alone": layout(1, 1, 1),
+    "ddp2": layout(2, 1, 1),  # Lightning's own strategy
     "dp2": layout(2, 1, 1),
     "tp2": layout(1, 2, 1),
     "pp2": layout(1, 1, 2),
@@ -131,12 +132,15 @@ LAYOUTS = {
 }
 
 
+PLAIN = ("plain", "ddp2")
+
+
 def build_trainer(
     name: str, folder: Path, schedule: str = "1F1B", shards_itself: bool = False, form: Any = False, **options: Any
 ) -> L.Trainer:
     degrees = LAYOUTS[name]
-    strategy: Any = "auto"
-    if name != "plain":
+    strategy: Any = "ddp" if name == "ddp2" else "auto"
+    if name not in PLAIN:
         plan = PLAN if degrees.tensor_parallel_size > 1 and not shards_itself else None
         more = {"schedule": schedule, "archive": None, "save_distributed_checkpoint": form}
         strategy = Hybrid3DStrategy(**vars(degrees), tp_plan=plan, **more)
@@ -190,7 +194,8 @@ def assert_same_training(found: dict[str, Any], expected: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(
     ("name", "tied"),
-    [(name, False) for name in LAYOUTS if name != "plain"] + [("pp2", True), ("tp2-pp2", True), ("dp2-tp2-pp2", True)],
+    [(name, False) for name in LAYOUTS if name not in PLAIN]
+    + [("pp2", True), ("tp2-pp2", True), ("dp2-tp2-pp2", True)],
 )
 def test_a_checkpoint_is_the_one_of_one_process(
     name: str, tied: bool, run: Callable[..., dict[str, Any]], tmp_path: Path
@@ -217,10 +222,13 @@ def test_a_model_that_shards_itself(run: Callable[..., dict[str, Any]]) -> None:
     assert_same_training(run("pp2", 2, start="dp2-tp2-1.ckpt"), expected)
 
 
+CHAIN = ("ddp2", "pp4", "ddp2", "dp2-pp2", "tp2-pp2", "ddp2", "hsdp2x2", "plain")
+
+
 def test_degrees_may_change_at_every_resume(run: Callable[..., dict[str, Any]]) -> None:
-    expected = run("plain", 6)
+    expected = run("plain", 8)
     start, final = None, {}
-    for epoch, name in enumerate(("plain", "pp4", "dp2-pp2", "tp2-pp2", "hsdp2x2", "plain"), 1):
+    for epoch, name in enumerate(CHAIN, 1):
         final = run(name, epoch, start=start)
         start = f"{name}-{epoch}.ckpt"
     assert_same_training(final, expected)
