@@ -75,10 +75,11 @@ def load_safetensors(
             self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         load_safetensors(self.model, folder)
 
-    What is on the meta device gets its values when this rank's part of the model is made; no rank ever holds the whole
-    model. What has memory already is filled at once. Values are converted to the model's own dtypes. A tied weight may
-    stand under any of its names. Names may have a common prefix more or less than the model's (``"model."``), and for
-    models of transformers the names and layouts that ``from_pretrained`` knows are understood.
+    What is on the meta device gets its values when the strategy ``hybrid3d`` makes this rank's part of the model; no
+    rank ever holds the whole model. What has memory already is filled at once (for other strategies leave the meta
+    device out). Values are converted to the model's own dtypes. A tied weight may stand under any of its names. Names
+    may have a common prefix more or less than the model's (``"model."``), and for models of transformers the names and
+    layouts that ``from_pretrained`` knows are understood.
 
     Args:
         module: the model, or the LightningModule; not yet split.
