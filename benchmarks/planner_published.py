@@ -17,6 +17,8 @@ from benchmarks.planner_fit import fit
 from benchmarks.planner_rows import Case, cases_of, is_out_of_memory, read_rows
 from lightning_hybrid.planner import Estimate, estimate
 from lightning_hybrid.planner.constants import FITTED, Constants
+from lightning_hybrid.planner.rules import MEMORY_SHARE, advise, preference
+from lightning_hybrid.planner.search import CLOSE
 
 GIB = 2**30
 
@@ -55,7 +57,7 @@ class Answer:
     @property
     def fits(self) -> bool:
         """Whether the planner would call this fitting."""
-        return self.estimate.peak_memory <= self.case.cluster.gpu.memory * GIB
+        return self.estimate.peak_memory <= MEMORY_SHARE * self.case.cluster.gpu.memory * GIB
 
 
 def answer(cases: Iterable[Case], constants: Constants = FITTED) -> list[Answer]:
@@ -73,9 +75,20 @@ def regrets(answers: Iterable[Answer]) -> dict[str, float]:
     for name, members in groups.items():
         layouts = {str(member.case.setup) for member in members}
         if len(layouts) > 1:
-            chosen = min(members, key=lambda member: member.estimate.seconds)
+            chosen = first_ranked(members)
             regret[name] = chosen.case.seconds / min(member.case.seconds for member in members)
     return regret
+
+
+def first_ranked(answers: Sequence[Answer]) -> Answer:
+    """The one that the planner would rank first: of those about as fast as the fastest, the practitioners' choice."""
+    limit = min(found.estimate.seconds for found in answers) * (1 + CLOSE)
+
+    def order(found: Answer) -> tuple[int, int, int]:
+        return preference(found.estimate, len(advise(found.case.profile, found.case.cluster, found.estimate)))
+
+    close = sorted(answers, key=lambda found: found.estimate.seconds)
+    return min((found for found in close if found.estimate.seconds <= limit), key=order)
 
 
 def summary(name: str, errors: Sequence[float]) -> str:
@@ -118,16 +131,16 @@ def report(answers: Sequence[Answer], left_out: Sequence[str]) -> list[str]:
     failed = [found for found in answers if is_out_of_memory(found.case.row)]
     if failed:
         wrong = [found for found in failed if found.fits]
-        lines += ["", f"OUT OF MEMORY: of {len(failed)} rows known to be, {len(wrong)} are called fitting"]
+        lines += ["", f"OUT OF MEMORY: of {len(failed)} rows known to be, {len(wrong)} are called fitting (80 %)"]
         lines += [f"  {found.case.label}: {found.estimate.peak_memory / GIB:.1f} GiB" for found in failed]
     if measured:
         ran = [found for found in measured if not is_out_of_memory(found.case.row)]
-        refused = sum(not found.fits for found in ran)
+        refused = sum(found.estimate.peak_memory > found.case.cluster.gpu.memory * GIB for found in ran)
         lines += ["", summary("MEMORY, all usable rows", [found.memory_error for found in ran])]
         lines += ["by source:", *by(_KEYS["source"], ran, lambda found: found.memory_error), "the ten worst:"]
         worst = sorted(ran, key=lambda found: -abs(found.memory_error))[:10]
         lines += [_line(found, found.memory_error, f"{found.case.gigabytes:.4g} GiB") for found in worst]
-        lines.append(f"  {refused} of {len(ran)} rows that ran are called too large")
+        lines.append(f"  {refused} of {len(ran)} rows that ran are said to need more than the device has")
     return lines
 
 

@@ -148,10 +148,10 @@ def _setup(row: Mapping[str, Any]) -> Setup:
         recompute=next((name for name in ("selective", "full") if name in recompute), "none"),
         zero=min(zero, 3) if zero != 2 else 3,
         reshard=zero >= 3,
-        sequence_parallel=tensor > 1 and (_flash(row) if row.get("seq_parallel") is None else row["seq_parallel"]),
+        sequence_parallel=tensor > 1 and _sequence_parallel(row),
         context=context,
         precision=precision,
-        flash=_flash(row),
+        attention=_attention(row),
         fused=bool(row.get("compile")) or precision == "fp8",  # Transformer Engine fuses
         gradient_bytes=2 if precision == "fp16" or "pure" in words or (words == "bf16" and zero == 3) else 4,
         gradient_twins=2 if "fp32 grad accumulation" in words else 0,
@@ -172,12 +172,20 @@ def _schedule(row: Mapping[str, Any], pipeline: int) -> tuple[str, int]:
     return ("1F1B" if name == "Interleaved1F1B" else name), 1
 
 
-def _flash(row: Mapping[str, Any]) -> bool:
+def _attention(row: Mapping[str, Any]) -> str:
     """Sources from before flash attention say so, or have short sequences and do not say."""
     words = _text(row, "attention")
-    if words:
-        return "unfused" not in words and "no flash" not in words
-    return row["seq"] > 2048 or "fp8" in _text(row, "precision")
+    if "unfused" in words or "no flash" in words or words in ("eager", "math"):
+        return "unfused"
+    if words in ("flash", "flash-1", "triton"):
+        return "flash"
+    return "flash2" if words or row["seq"] > 2048 or "fp8" in _text(row, "precision") else "unfused"
+
+
+def _sequence_parallel(row: Mapping[str, Any]) -> bool:
+    """What sources that do not say have: with flash attention came sequence parallelism."""
+    known = row.get("seq_parallel")
+    return _attention(row) == "flash2" if known is None else bool(known)
 
 
 def _seconds(row: Mapping[str, Any], profile: ModelProfile, cluster: Cluster) -> float:

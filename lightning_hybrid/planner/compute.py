@@ -32,7 +32,7 @@ class Work:
     sequence_parallel: bool = False
     precision: str = "bf16"
     """Data type of the linear layers; ``fp8`` leaves attention at ``bf16``."""
-    flash: bool = True
+    attention: str = "flash2"
     fused: bool = False
     """Whether element-wise work is compiled into few kernels."""
 
@@ -105,8 +105,9 @@ def _attention(profile: ModelProfile, tokens: float, gpu: Gpu, work: Work, const
     """Seconds forward and backward. Flash attention skips what the mask hides, and computes the scores again."""
     dtype = "bf16" if work.precision == "fp8" else work.precision
     flops = tokens * profile.attention_flops / work.tensor
-    if work.flash:
+    if work.attention != "unfused":
         rate = _rate(gpu, dtype, constants) * gpu.fast_attention * constants.flash
+        rate *= constants.first_flash if work.attention == "flash" else 1.0
         forward = flops * (0.5 if profile.causal else 1.0) / rate
         return forward, 2.5 * forward
     products = flops / (_rate(gpu, dtype, constants) * constants.narrow_attention)

@@ -27,8 +27,10 @@ class Constants:
     """Time of reading and writing operands once that stays visible."""
     narrow_attention: float = 0.35
     """Rate of attention's batched products without flash attention, of the best matrix product."""
-    flash: float = 0.6
-    """Rate of flash attention, relative to what the device's table says."""
+    flash: float = 0.85
+    """Rate of flash attention 2, relative to what the device's table says."""
+    first_flash: float = 0.55
+    """Rate of flash attention's first version, of the second's."""
     elementwise: float = 1.0
     """Traffic of norms, activations, dropout and residuals, relative to one read and write for each kernel."""
     scores: float = 1.0
@@ -37,8 +39,6 @@ class Constants:
     """Rate of device memory."""
     launch: float = 4.0e-4
     """The host's time for one block forward; its backward takes as long."""
-    launch_exchange: float = 1.0e-4
-    """The host's time for one collective of tensor ranks."""
     link: float = 0.78
     """Rate of collectives within a node."""
     network: float = 0.7
@@ -62,24 +62,24 @@ class Constants:
 
 
 FITTED = Constants(
-    matmul=0.865,
-    throttle=0.177,
-    wave=0.199,
-    operands=0.381,
-    narrow_attention=0.539,
-    flash=0.581,
-    elementwise=1.36,
-    scores=0.818,
-    launch=0.000938,
-    launch_exchange=8.5e-05,
-    link=0.778,
-    network=0.592,
-    crowd=0.0639,
-    latency=2.11e-05,
-    handover=0.000283,
-    hop=3.57e-06,
-    overlap=0.511,
-    sharpness=2.75,
-    microbatch=0.000875,
-    step=0.0102,
+    matmul=0.864,
+    throttle=0.233,
+    wave=0.166,
+    operands=0.434,
+    narrow_attention=0.568,
+    flash=0.999,
+    first_flash=0.562,
+    elementwise=1.34,
+    scores=0.751,
+    launch=0.00106,
+    link=0.677,
+    network=0.603,
+    crowd=0.0652,
+    latency=2.22e-05,
+    handover=0.000287,
+    hop=3.66e-06,
+    overlap=0.5,
+    sharpness=2.33,
+    microbatch=0.000933,
+    step=0.0109,
 )

@@ -10,8 +10,10 @@ from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.planner.collectives import Group
 
-__all__ = ["RECOMPUTE", "SCHEDULES", "Setup"]
+__all__ = ["ATTENTION", "RECOMPUTE", "SCHEDULES", "Setup"]
 
+#: How attention is computed.
+ATTENTION = ("unfused", "flash", "flash2")
 #: What is computed again in the backward, from nothing to whole blocks.
 RECOMPUTE = ("none", "selective", "full")
 #: Schedules whose time and memory are known, and the stages that each rank must have (``None``: any number).
@@ -53,7 +55,8 @@ class Setup:
     context: int = 1
     """Ranks among which the tokens of a sample are divided (between tensor and data ranks)."""
     precision: str = "bf16"
-    flash: bool = True
+    attention: str = "flash2"
+    """``unfused`` (scores in memory), ``flash`` (its first version, or Triton's), or ``flash2`` (and later, cuDNN)."""
     fused: bool = False
     """Whether element-wise work is compiled into few kernels."""
     gradient_bytes: int = 4
@@ -70,6 +73,8 @@ class Setup:
             raise ConfigurationError(f"recompute={self.recompute!r} is none of {', '.join(RECOMPUTE)}.")
         if self.schedule not in SCHEDULES:
             raise ConfigurationError(f"schedule={self.schedule!r} is none of {', '.join(SCHEDULES)}.")
+        if self.attention not in ATTENTION:
+            raise ConfigurationError(f"attention={self.attention!r} is none of {', '.join(ATTENTION)}.")
         wanted = SCHEDULES[self.schedule]
         if wanted is not None and wanted != self.stages_per_rank and self.layout.pipeline_parallel_size > 1:
             raise ConfigurationError(
@@ -78,6 +83,11 @@ class Setup:
         for name in ("micro_batch", "num_microbatches", "stages_per_rank", "context"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r} must be at least 1.")
+
+    @property
+    def flash(self) -> bool:
+        """Whether attention's scores never reach memory."""
+        return self.attention != "unfused"
 
     @property
     def global_batch(self) -> int:

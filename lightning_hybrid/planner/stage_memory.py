@@ -7,12 +7,15 @@ from dataclasses import dataclass, fields
 from lightning_hybrid.planner.profile import ModelProfile
 from lightning_hybrid.planner.setup import Setup
 
-__all__ = ["CONTEXT_BYTES", "FRAGMENTS", "StageMemory", "in_flight", "memory_of_stages"]
+__all__ = ["COMMUNICATOR_BYTES", "FRAGMENTS", "KERNEL_BYTES", "StageMemory", "in_flight", "memory_of_stages"]
 
-#: What the driver, kernels and communicators take beside the allocator (1 to 5 GiB have been measured).
-CONTEXT_BYTES = 3.0 * 2**30
-#: What the allocator reserves for each byte that is in use (1.05 to 1.10 have been measured).
-FRAGMENTS = 1.06
+#: What driver and kernels take beside the allocator.
+KERNEL_BYTES = 1.5 * 2**30
+#: What communicators take where there are other ranks (driver, kernels and communicators together: 5 GiB in Sailor's
+#: measurements, and in what nvidia-smi showed of BLOOM's runs).
+COMMUNICATOR_BYTES = 3.5 * 2**30
+#: What the allocator reserves for each byte that is in use: the upper end of what has been measured (1.05 to 1.10).
+FRAGMENTS = 1.10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +29,13 @@ class StageMemory:
     """Parameters that stand whole beside their shards."""
     activations: float
     logits: float
+    alone: bool = False
+    """Whether there is no other rank to talk to."""
 
     @property
     def allocated(self) -> float:
         """What the allocator has given out."""
-        return float(sum(getattr(self, field.name) for field in fields(self)))
+        return float(sum(getattr(self, field.name) for field in fields(self) if field.name != "alone"))
 
     @property
     def states(self) -> float:
@@ -40,7 +45,7 @@ class StageMemory:
     @property
     def total(self) -> float:
         """What the device must have: with the allocator's gaps, driver and communicators."""
-        return self.allocated * FRAGMENTS + CONTEXT_BYTES
+        return self.allocated * FRAGMENTS + KERNEL_BYTES + (0.0 if self.alone else COMMUNICATOR_BYTES)
 
 
 def in_flight(setup: Setup, stage: int) -> float:
@@ -100,6 +105,7 @@ def _stage(profile: ModelProfile, setup: Setup, count: int, stage: int, last: bo
             gathered=0.0,
             activations=activations,
             logits=logits,
+            alone=setup.num_devices == 1,
         )
     unit = max(profile.layer_parameters, profile.embedding_parameters) / tensor
     gathered = 2 * min(2 * unit, parameters) if setup.reshard else 2 * parameters
@@ -113,11 +119,13 @@ def _stage(profile: ModelProfile, setup: Setup, count: int, stage: int, last: bo
         gathered=gathered + waiting,
         activations=activations,
         logits=logits,
+        alone=setup.num_devices == 1,
     )
 
 
 def _activations(profile: ModelProfile, setup: Setup, count: int, stage: int, tokens: float) -> float:
     tensor, parallel = setup.layout.tensor_parallel_size, setup.sequence_parallel
+    tokens *= 2 if setup.precision == "fp32" else 1  # formulas are for 16 bits
 
     def of_block(recompute: str) -> float:
         return tokens * profile.activation_bytes(
@@ -130,4 +138,5 @@ def _activations(profile: ModelProfile, setup: Setup, count: int, stage: int, to
     )  # the embedding's output, and what is sent
     edge = 2 * tokens * profile.hidden_size / spread * boundaries * setup.stages_per_rank
     again = of_block("none") if setup.recompute == "full" and count else 0.0
+    again += 2 * 2 * tokens * profile.hidden_size / spread  # gradients of a block's output and input
     return (of_block(setup.recompute) * count + edge) * in_flight(setup, stage) + again

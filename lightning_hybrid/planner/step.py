@@ -149,14 +149,13 @@ def _one_pass(
         micro_batch=setup.micro_batch,
         sequence_parallel=setup.sequence_parallel,
         precision=setup.precision,
-        flash=setup.flash,
+        attention=setup.attention,
         fused=setup.fused,
     )
     block = block_time(profile, cluster.gpu, work, constants)
     exchange = _tensor_exchange(profile, cluster, setup, constants)
     again = {"none": 0.0, "selective": block.attention, "full": block.forward}[setup.recompute]
     host = constants.launch * (0.6 if setup.fused else 1.0)
-    host += 2 * constants.launch_exchange * (setup.layout.tensor_parallel_size > 1)
     # the device waits for the host where kernels are too short: what the host needs more is shown as compute
     forward = _longer(block.forward + exchange, host, 4.0) - exchange
     whole = block.backward + again + exchange

@@ -164,7 +164,7 @@ def test_parts_add_up_and_are_where_they_belong():
 
 
 def test_recomputing_costs_time_and_saves_memory():
-    none, some, whole = (ask(data=8, recompute=how, flash=False) for how in ("none", "selective", "full"))
+    none, some, whole = (ask(data=8, recompute=how, attention="unfused") for how in ("none", "selective", "full"))
     assert none.seconds < some.seconds < whole.seconds
     assert none.peak_memory > some.peak_memory > whole.peak_memory
     assert whole.parts["recompute"] == pytest.approx(whole.parts["compute"] / 3, rel=0.15)

@@ -1,0 +1,350 @@
+"""Which degrees and settings train a model fastest on a cluster. Pure.
+
+[Note: the search]
+All degrees whose product is the number of devices are tried, with every micro-batch that divides a data rank's samples,
+the schedules that the pipeline can run, and three ways to shard: over all data ranks, in replicas of a node each, or not
+at all. Of settings that only save memory (blocks gathered again, blocks computed again) the first that fits is taken: each
+costs time. Memory is counted before time, so that most candidates cost microseconds. Fewer devices than there are are
+tried where no plan uses all, and on small clusters always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.layout import Layout
+from lightning_hybrid.planner.cluster import Cluster
+from lightning_hybrid.planner.constants import FITTED, Constants
+from lightning_hybrid.planner.profile import ModelProfile
+from lightning_hybrid.planner.rules import MEMORY_SHARE, advise, first_problem, preference
+from lightning_hybrid.planner.setup import Setup
+from lightning_hybrid.planner.stage_memory import memory_of_stages
+from lightning_hybrid.planner.step import PARTS, Estimate, estimate, head_in_blocks
+
+__all__ = ["CLOSE", "Plan", "Planning", "Rejection", "plan", "rank_estimates"]
+
+#: Plans that are slower by less than this are as good: estimates are not better.
+CLOSE = 0.03
+#: Clusters on which plans that leave devices idle are always tried.
+_SMALL = 32
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A setup that fits, what it would take, and what speaks against it."""
+
+    estimate: Estimate
+    seconds: float
+    """Of a step: measured where a run was, else estimated."""
+    measured: bool = False
+    remarks: tuple[str, ...] = ()
+    behind: str = ""
+    """Why it is not the first one."""
+
+    @property
+    def setup(self) -> Setup:
+        """Degrees and settings."""
+        return self.estimate.setup
+
+    def arguments(self) -> dict[str, object]:
+        """What to give :class:`~lightning_hybrid.Hybrid3DStrategy`; micro-batches without a pipeline are the Trainer's."""
+        setup, layout = self.setup, self.setup.layout
+        found: dict[str, object] = {
+            "data_parallel_size": layout.data_parallel_size,
+            "tensor_parallel_size": layout.tensor_parallel_size,
+            "pipeline_parallel_size": layout.pipeline_parallel_size,
+            "replicate_size": layout.replicate_size,
+            "activation_checkpointing": setup.recompute,
+        }
+        if layout.tensor_parallel_size > 1:
+            found["sequence_parallel"] = setup.sequence_parallel
+        if layout.pipeline_parallel_size > 1:
+            found |= {"schedule": setup.schedule, "num_microbatches": setup.num_microbatches}
+            found |= {"stages_per_rank": setup.stages_per_rank}
+        if layout.shard_size > 1:
+            found["reshard_after_forward"] = setup.reshard
+        return found
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Degrees of which no settings can be used, and why."""
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """The outcome of a search."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    global_batch: int
+    plans: tuple[Plan, ...]
+    """The best first; those that are about as fast in the order of practitioners."""
+    rejected: tuple[Rejection, ...]
+    num_tried: int
+
+    @property
+    def best(self) -> Plan:
+        """The first plan.
+
+        Raises:
+            ConfigurationError: if none fits; the message says what the nearest would need.
+        """
+        if not self.plans:
+            reasons = "; ".join(f"{found.what}: {found.reason}" for found in self.rejected[:3])
+            raise ConfigurationError(
+                f"No plan for {self.profile.name} at a batch of {self.global_batch} on {self.cluster} fits ({reasons})."
+                " Use more devices, another global batch, or shorter sequences."
+            )
+        return self.plans[0]
+
+    @property
+    def idle(self) -> int:
+        """Devices that the best plan leaves without work."""
+        return self.cluster.num_devices - self.best.setup.num_devices
+
+
+@dataclass
+class _Found:
+    """What a search has gathered so far."""
+
+    fitting: list[Estimate] = field(default_factory=list)
+    rejected: dict[str, str] = field(default_factory=dict)
+    tried: int = 0
+
+
+def plan(
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    precision: str = "bf16",
+    sequence_parallel: bool | None = None,
+    compile: bool = False,
+    memory_share: float = MEMORY_SHARE,
+    measured: Mapping[Layout, float | None] | None = None,
+    most: int = 10,
+    constants: Constants = FITTED,
+) -> Planning:
+    """Return the fastest setups that fit, with the reasons for and against each.
+
+    Args:
+        profile: The model.
+        cluster: The devices.
+        global_batch: Samples of one optimizer step, over all devices.
+        precision: Data type of the matrix products: ``bf16``, ``fp16``, ``fp8`` or ``fp32``.
+        sequence_parallel: Whether tensor ranks divide the sequence between matrix products; by default where blocks are
+            not compiled, since it saves memory at no cost.
+        compile: Whether blocks are compiled.
+        memory_share: Share of a device's memory that an estimate may reach.
+        measured: Step seconds of layouts that have run (``None``: ran out of memory). They count instead of estimates,
+            and no rule speaks against them.
+        most: Plans to return.
+        constants: What was fitted to measurements.
+
+    Raises:
+        ConfigurationError: if the batch is not positive.
+    """
+    if global_batch < 1:
+        raise ConfigurationError(f"global_batch={global_batch} must be at least 1.")
+    known = measured or {}
+    parallel = not compile if sequence_parallel is None else sequence_parallel
+    options = {"precision": precision, "sequence_parallel": parallel, "fused": compile}
+    found = _Found()
+    for devices in _counts(cluster):
+        if devices != cluster.num_devices and found.fitting and cluster.num_devices > _SMALL:
+            break
+        for layout in _layouts(profile, cluster, devices, global_batch, found):
+            if layout in known and known[layout] is None:
+                found.rejected[str(layout)] = "it ran out of memory in a run"
+                continue
+            for setup in _setups(profile, layout, global_batch, options):
+                _try(profile, cluster, setup, memory_share, layout in known, constants, found)
+    ranked = rank_estimates(profile, cluster, found.fitting, known)[:most]
+    plans = tuple(_explained(ranked[0], other) for other in ranked)
+    used = {str(estimate.setup.layout) for estimate in found.fitting}
+    rejected = [Rejection(what, why) for what, why in found.rejected.items() if what not in used]
+    return Planning(
+        profile=profile,
+        cluster=cluster,
+        global_batch=global_batch,
+        plans=plans,
+        rejected=tuple(rejected),
+        num_tried=found.tried,
+    )
+
+
+def rank_estimates(
+    profile: ModelProfile, cluster: Cluster, found: Sequence[Estimate], measured: Mapping[Layout, float | None]
+) -> list[Plan]:
+    """The fastest first; of those within :data:`CLOSE` of the fastest, in the order of practitioners.
+
+    One setup of each layout is kept for each number of micro-batches.
+    """
+    fastest: dict[tuple[Layout, int], Plan] = {}
+    for candidate in found:
+        setup = candidate.setup
+        seconds = measured.get(setup.layout)
+        remarks = () if seconds is not None else tuple(advise(profile, cluster, candidate))
+        made = Plan(
+            estimate=candidate,
+            seconds=candidate.seconds if seconds is None else seconds,
+            measured=seconds is not None,
+            remarks=remarks,
+        )
+        before = fastest.get((setup.layout, setup.num_microbatches))
+        if before is None or candidate.seconds < before.estimate.seconds:
+            fastest[setup.layout, setup.num_microbatches] = made
+    plans = sorted(fastest.values(), key=lambda made: made.seconds)
+    limit = plans[0].seconds * (1 + CLOSE) if plans else 0.0
+    close = [made for made in plans if made.seconds <= limit]
+    close.sort(key=lambda made: preference(made.estimate, len(made.remarks)))
+    return close + plans[len(close) :]
+
+
+def _counts(cluster: Cluster) -> Iterator[int]:
+    """How many devices to use: all first; on small clusters down to half of them, else whole nodes less."""
+    count = cluster.num_devices
+    step = 1 if count <= _SMALL else cluster.per_node
+    return iter(range(count, count // 2, -step))
+
+
+def _layouts(
+    profile: ModelProfile, cluster: Cluster, devices: int, global_batch: int, found: _Found
+) -> Iterator[Layout]:
+    """Degrees whose product is ``devices``; those that cannot be are noted with the reason."""
+    for tensor in divisors_up_to(devices, profile.num_heads):
+        for pipeline in divisors_up_to(devices // tensor, profile.num_layers):
+            data = devices // tensor // pipeline
+            layout = Layout(data_parallel_size=data, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+            samples = global_batch // data
+            problem = first_problem(
+                profile, cluster, Setup(layout=layout, micro_batch=1, num_microbatches=samples or 1)
+            )
+            if global_batch % data:
+                problem = f"a batch of {global_batch} cannot be divided among {data} data ranks"
+            if problem:
+                found.rejected.setdefault(str(layout), problem)
+                continue
+            for replicas in _replicas(cluster, layout):
+                yield Layout(
+                    data_parallel_size=data,
+                    tensor_parallel_size=tensor,
+                    pipeline_parallel_size=pipeline,
+                    replicate_size=replicas,
+                )
+
+
+def _replicas(cluster: Cluster, layout: Layout) -> list[int]:
+    """Numbers of replicas: none (all sharded), one for each node, one for each rank."""
+    data, within = layout.data_parallel_size, max(1, cluster.per_node // layout.tensor_parallel_size)
+    found = {1, data}
+    if data % within == 0:
+        found.add(data // within)
+    return sorted(found)
+
+
+def _setups(
+    profile: ModelProfile, layout: Layout, global_batch: int, options: Mapping[str, object]
+) -> Iterator[list[Setup]]:
+    """Setups of a layout: in each list those that differ only in what saves memory, the fastest first."""
+    samples, ranks = global_batch // layout.data_parallel_size, layout.pipeline_parallel_size
+    for micro_batch in divisors_up_to(samples, 64):
+        count = samples // micro_batch
+        for schedule, virtual in _schedules(profile, ranks):
+            made = []
+            for recompute in ("none",) if schedule.startswith("ZBV") else ("none", "full"):
+                for reshard in (False, True) if layout.shard_size > 1 else (False,):
+                    made.append(
+                        Setup(
+                            layout=layout,
+                            micro_batch=micro_batch,
+                            num_microbatches=count,
+                            schedule=schedule,
+                            stages_per_rank=virtual,
+                            recompute=recompute,
+                            reshard=reshard,
+                            **options,  # type: ignore[arg-type]
+                        )
+                    )
+            yield made
+
+
+def _schedules(profile: ModelProfile, ranks: int) -> list[tuple[str, int]]:
+    if ranks == 1:
+        return [("1F1B", 1)]
+    found = [("1F1B", 1)]
+    found += [("Interleaved1F1B", virtual) for virtual in (2, 4, 8) if virtual * ranks <= profile.num_layers]
+    if 2 * ranks <= profile.num_layers:
+        found.append(("ZBVZeroBubble", 2))
+    return found
+
+
+def _try(
+    profile: ModelProfile,
+    cluster: Cluster,
+    setups: Sequence[Setup],
+    memory_share: float,
+    has_run: bool,
+    constants: Constants,
+    found: _Found,
+) -> None:
+    """Keep the setups that fit, without those that save more memory than needed at the cost of time."""
+    limit = memory_share * cluster.gpu.memory * _GIB
+    least, kept = float("inf"), list[Setup]()
+    for setup in setups:
+        found.tried += 1
+        if problem := first_problem(profile, cluster, setup):
+            found.rejected.setdefault(str(setup.layout), problem)
+            return
+        if any(other.recompute == setup.recompute or other.reshard <= setup.reshard for other in kept):
+            continue
+        layers = setup.layers_of_stages(profile.num_layers, head_in_blocks(profile))
+        needed = max(stage.total for stage in memory_of_stages(profile, setup, layers))
+        if needed <= limit or has_run:
+            kept.append(setup)
+            found.fitting.append(estimate(profile, cluster, setup, constants=constants))
+        least = min(least, needed)
+    if not kept:
+        _note_memory(setups[-1].layout, least, limit, found)
+
+
+def _note_memory(layout: Layout, needed: float, limit: float, found: _Found) -> None:
+    """Remember the least that any setup of these degrees would need."""
+    key, start = str(layout), "at least "
+    before = found.rejected.get(key, "")
+    if not before.startswith(start) or needed / _GIB < float(before.split()[2]):
+        found.rejected[key] = f"{start}{needed / _GIB:.1f} GiB on a device, of which {limit / _GIB:.1f} may be used"
+
+
+def _explained(best: Plan, other: Plan) -> Plan:
+    """A plan with the reason why it is not the first."""
+    if other is best:
+        return other
+    more = other.seconds / best.seconds - 1
+    if more < 0:
+        text = (
+            f"{-more:.1%} faster by estimate, which is less than the error; it has more remarks or kinds of exchanges"
+        )
+    else:
+        loss = {name: other.estimate.parts[name] - best.estimate.parts[name] for name in PARTS}
+        worst = max(loss, key=lambda name: loss[name])
+        text = f"{more:.1%} slower; most by {worst} (+{loss[worst]:.3g} s)"
+    return Plan(
+        estimate=other.estimate,
+        seconds=other.seconds,
+        measured=other.measured,
+        remarks=other.remarks,
+        behind=text,
+    )
+
+
+def divisors_up_to(number: int, limit: int) -> list[int]:
+    """Divisors that are not larger than ``limit``, in ascending order."""
+    return [found for found in range(1, min(number, limit) + 1) if number % found == 0]
