@@ -16,10 +16,10 @@ from lightning_hybrid.planner.step import head_in_blocks, step_parts
 FIXED = ("memory",)
 #: How far (as a factor) a constant is expected to lie from where the fit starts.
 SPREAD = 1.5
-#: Residuals beyond this factor count linearly, so that rows that were something else do not decide.
+#: Residuals beyond this factor count less and less (Cauchy), so that rows that were something else do not decide.
 OUTLIER = 0.2
 #: How many rows it takes to move a constant by its spread.
-STRENGTH = 0.02
+STRENGTH = 0.05
 
 
 def predict(case: Case, constants: Constants) -> float:
@@ -53,7 +53,7 @@ def fit(cases: Sequence[Case], start: Constants, *, rounds: int = 6) -> Constant
         steps = np.eye(len(names)) * 0.02
         slopes = np.stack([(residuals(point + step) - errors) / 0.02 for step in steps], axis=1)
         while damping < 100:
-            robust = weights**2 * np.minimum(1, OUTLIER / np.maximum(np.abs(errors), 1e-9))
+            robust = weights**2 / (1 + (errors / OUTLIER) ** 2)
             normal = slopes.T @ (robust[:, None] * slopes) + tightness**2 * np.eye(len(names))
             pull = slopes.T @ (robust * errors) + tightness**2 * (point - origin)
             moved = point - np.linalg.solve(normal + damping * np.diag(np.diag(normal)), pull)
@@ -71,6 +71,5 @@ def _moved(start: Constants, names: Sequence[str], point: np.ndarray) -> Constan
 
 
 def _loss(errors: np.ndarray, weights: np.ndarray, moved: np.ndarray, tightness: float) -> float:
-    size = np.abs(errors)
-    robust = np.where(size < OUTLIER, size**2, 2 * OUTLIER * size - OUTLIER**2)
+    robust = OUTLIER**2 * np.log1p((errors / OUTLIER) ** 2)
     return float((weights**2 * robust).sum() + tightness**2 * (moved**2).sum())

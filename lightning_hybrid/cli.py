@@ -15,12 +15,14 @@ from rich.table import Table
 
 from lightning_hybrid.archive import Archive, Entry, best_entry, failed_degrees
 from lightning_hybrid.archive.document import to_plain
+from lightning_hybrid.cli_plan import plan_command
 from lightning_hybrid.errors import HybridError
 
 __all__ = ["best_command", "convert_command", "list_command", "main", "show_command"]
 
 _ARCHIVE = "What earlier runs left in an archive of configurations."
 _CONVERT = "A checkpoint in another form: a plain .ckpt file, a directory, or safetensors."
+_PLAN = "Which degrees would train a model fastest, and what a step would take; nothing runs."
 _WIDTH_OF_TABLE = 120
 _WIDTH_OF_FILES = 200
 _STYLES = {"ok": "green", "interrupted": "yellow", "running": "blue", "oom": "red", "failed": "red"}
@@ -33,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if chosen.subcommand == "convert":
             convert_command(**vars(group))
+        elif chosen.subcommand == "plan":
+            plan_command(**vars(group))
         else:
             _ARCHIVE_COMMANDS[group.subcommand](**vars(group[group.subcommand]))
     except HybridError as error:
@@ -51,6 +55,7 @@ def _build_parser() -> ArgumentParser:
     convert.add_function_arguments(convert_command, as_group=False, as_positional=True, skip=set(flags))
     convert.add_argument("--weights_only", action="store_true", help="Leave out everything but the weights.")
     convert.add_argument("--trusted", action="store_true", help="Read objects of any class; that can run code.")
+    groups.add_subcommand("plan", _plan_parser(), help=_PLAN)
     commands = archive.add_subcommands(required=True)
     for name, function in _ARCHIVE_COMMANDS.items():
         title = (function.__doc__ or "").partition("\n")[0]
@@ -59,6 +64,20 @@ def _build_parser() -> ArgumentParser:
         if "json" in signature(function).parameters:
             command.add_argument("--json", action="store_true", help="Print JSON for programs.")
         commands.add_subcommand(name, command, help=title)
+    return parser
+
+
+def _plan_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=_PLAN)
+    flags = {
+        "compile": "Blocks are compiled.",
+        "gated_mlp": "The MLP has three matrices (without a model).",
+        "json": "Print JSON for programs.",
+    }
+    parser.add_argument("model", nargs="?", help="A Hugging Face config, or package.module:Name; sizes if left out.")
+    parser.add_function_arguments(plan_command, as_group=False, skip={"model", *flags})
+    for name, text in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     return parser
 
 

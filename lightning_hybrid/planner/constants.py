@@ -37,7 +37,7 @@ class Constants:
     """Traffic of attention's scores without flash attention, relative to kernels that fuse scale, mask and softmax."""
     memory: float = 0.85
     """Rate of device memory."""
-    launch: float = 4.0e-4
+    launch: float = 6.0e-4
     """The host's time for one block forward; its backward takes as long."""
     link: float = 0.78
     """Rate of collectives within a node."""

@@ -100,11 +100,13 @@ def profile_of_module(module: nn.Module, seq_length: int, blocks: Any) -> ModelP
     parameters = round(
         fmean(sum(p.numel() for p in {id(p): p for p in block.parameters()}.values()) for block in chain)
     )
-    distinct = {id(table): table.numel() for table in tables}
+    has_head = len(tables) > 1  # else the embedding counts with what lies outside of the blocks
+    distinct = {id(table): table.numel() for table in tables} if has_head else {}
     return replace(
         profile,
         name=type(module).__name__,
-        tied_embeddings=len(tables) > 1 and len(distinct) == 1,
+        vocab_size=profile.vocab_size if has_head else 0,
+        tied_embeddings=len(distinct) == 1,
         other_parameters=max(0, parameters - sum(matmul.parameters for matmul in profile.matmuls)),
         outside_parameters=max(0, sum(p.numel() for p in outside.values()) - sum(distinct.values())),
     )

@@ -67,7 +67,7 @@ def _stages(profile: ModelProfile, cluster: Cluster, setup: Setup) -> str | None
 
 def _filled(profile: ModelProfile, cluster: Cluster, setup: Setup) -> str | None:
     ranks, count = setup.layout.pipeline_parallel_size, setup.num_microbatches
-    return f"{count} micro-batches leave some of {ranks} pipeline ranks idle" if 1 < ranks and count < ranks else None
+    return f"{count} micro-batches leave some of {ranks} pipeline ranks idle" if ranks > 1 and count < ranks else None
 
 
 def _rounds(profile: ModelProfile, cluster: Cluster, setup: Setup) -> str | None:
@@ -88,7 +88,7 @@ LIMITS = (
 
 def _twice(profile: ModelProfile, cluster: Cluster, found: Estimate) -> str | None:
     ranks, count = found.setup.layout.pipeline_parallel_size, found.setup.num_microbatches
-    return f"{count} micro-batches for {ranks} pipeline ranks" if 1 < ranks and count < 2 * ranks else None
+    return f"{count} micro-batches for {ranks} pipeline ranks" if ranks > 1 and count < 2 * ranks else None
 
 
 def _powers(profile: ModelProfile, cluster: Cluster, found: Estimate) -> str | None:

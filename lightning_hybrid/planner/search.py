@@ -2,10 +2,10 @@
 
 [Note: the search]
 All degrees whose product is the number of devices are tried, with every micro-batch that divides a data rank's samples,
-the schedules that the pipeline can run, and three ways to shard: over all data ranks, in replicas of a node each, or not
-at all. Of settings that only save memory (blocks gathered again, blocks computed again) the first that fits is taken: each
-costs time. Memory is counted before time, so that most candidates cost microseconds. Fewer devices than there are are
-tried where no plan uses all, and on small clusters always.
+the schedules that the pipeline can run, and three ways to shard: over all data ranks, in replicas of a node each, or
+not at all. Of settings that only save memory (blocks gathered again, blocks computed again) no more are used than it
+takes to fit: each costs time. Memory is counted before time, so that most candidates cost microseconds. Fewer devices
+than there are are tried where no plan uses all, and on small clusters always.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_hybrid.planner.cluster import Cluster
 from lightning_hybrid.planner.constants import FITTED, Constants
 from lightning_hybrid.planner.profile import ModelProfile
 from lightning_hybrid.planner.rules import MEMORY_SHARE, advise, first_problem, preference
-from lightning_hybrid.planner.setup import Setup
+from lightning_hybrid.planner.setup import Setup, describe
 from lightning_hybrid.planner.stage_memory import memory_of_stages
 from lightning_hybrid.planner.step import PARTS, Estimate, estimate, head_in_blocks
 
@@ -50,7 +50,10 @@ class Plan:
         return self.estimate.setup
 
     def arguments(self) -> dict[str, object]:
-        """What to give :class:`~lightning_hybrid.Hybrid3DStrategy`; micro-batches without a pipeline are the Trainer's."""
+        """What to give :class:`~lightning_hybrid.Hybrid3DStrategy`.
+
+        Without a pipeline micro-batches are the Trainer's: ``accumulate_grad_batches``.
+        """
         setup, layout = self.setup, self.setup.layout
         found: dict[str, object] = {
             "data_parallel_size": layout.data_parallel_size,
@@ -162,13 +165,13 @@ def plan(
             break
         for layout in _layouts(profile, cluster, devices, global_batch, found):
             if layout in known and known[layout] is None:
-                found.rejected[str(layout)] = "it ran out of memory in a run"
+                found.rejected[describe(layout)] = "it ran out of memory in a run"
                 continue
             for setup in _setups(profile, layout, global_batch, options):
                 _try(profile, cluster, setup, memory_share, layout in known, constants, found)
     ranked = rank_estimates(profile, cluster, found.fitting, known)[:most]
     plans = tuple(_explained(ranked[0], other) for other in ranked)
-    used = {str(estimate.setup.layout) for estimate in found.fitting}
+    used = {describe(estimate.setup.layout) for estimate in found.fitting}
     rejected = [Rejection(what, why) for what, why in found.rejected.items() if what not in used]
     return Planning(
         profile=profile,
@@ -230,7 +233,7 @@ def _layouts(
             if global_batch % data:
                 problem = f"a batch of {global_batch} cannot be divided among {data} data ranks"
             if problem:
-                found.rejected.setdefault(str(layout), problem)
+                found.rejected.setdefault(describe(layout), problem)
                 continue
             for replicas in _replicas(cluster, layout):
                 yield Layout(
@@ -301,7 +304,7 @@ def _try(
     for setup in setups:
         found.tried += 1
         if problem := first_problem(profile, cluster, setup):
-            found.rejected.setdefault(str(setup.layout), problem)
+            found.rejected.setdefault(describe(setup.layout), problem)
             return
         if any(other.recompute == setup.recompute or other.reshard <= setup.reshard for other in kept):
             continue
@@ -317,7 +320,7 @@ def _try(
 
 def _note_memory(layout: Layout, needed: float, limit: float, found: _Found) -> None:
     """Remember the least that any setup of these degrees would need."""
-    key, start = str(layout), "at least "
+    key, start = describe(layout), "at least "
     before = found.rejected.get(key, "")
     if not before.startswith(start) or needed / _GIB < float(before.split()[2]):
         found.rejected[key] = f"{start}{needed / _GIB:.1f} GiB on a device, of which {limit / _GIB:.1f} may be used"

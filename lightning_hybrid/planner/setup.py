@@ -10,7 +10,7 @@ from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.planner.collectives import Group
 
-__all__ = ["ATTENTION", "RECOMPUTE", "SCHEDULES", "Setup"]
+__all__ = ["ATTENTION", "RECOMPUTE", "SCHEDULES", "Setup", "describe"]
 
 #: How attention is computed.
 ATTENTION = ("unfused", "flash", "flash2")
@@ -29,6 +29,11 @@ SCHEDULES: Mapping[str, int | None] = MappingProxyType(
         "ZB-H2": 1,
     }
 )
+
+
+def describe(layout: Layout) -> str:
+    """Degrees in words, with replicas where there are some."""
+    return str(layout) + (f" (in {layout.replicate_size} replicas)" if layout.replicate_size > 1 else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +157,7 @@ class Setup:
 
     def __str__(self) -> str:
         layout = self.layout
-        text = str(layout) + (f" (in {layout.replicate_size} replicas)" if layout.replicate_size > 1 else "")
+        text = describe(layout)
         text += f" x context {self.context}" if self.context > 1 else ""
         text += f", {self.num_microbatches} micro-batches of {self.micro_batch}"
         if layout.pipeline_parallel_size > 1:
