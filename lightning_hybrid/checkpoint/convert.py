@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lightning_hybrid.checkpoint.directory import as_shares, read_directory, write_directory
 from lightning_hybrid.checkpoint.files import write_file
-from lightning_hybrid.checkpoint.format import MARKER, META, METADATA
+from lightning_hybrid.checkpoint.format import ENTRY, MARKER, META, METADATA
 from lightning_hybrid.checkpoint.safetensors_files import (
     INDEX,
     SINGLE,
@@ -66,7 +66,8 @@ class Converted:
     left_out: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        size = f"{self.num_tensors:,} tensors of {self.num_bytes / 1e9:.3g} GB"
+        scale, unit = (1e9, "GB") if self.num_bytes >= 1e9 else (1e6, "MB")
+        size = f"{self.num_tensors:,} tensors of {self.num_bytes / scale:,.3g} {unit}"
         text = f"{_NAMES[self.source]} became {_NAMES[self.destination]}: {size}."
         return text + (f" Left out: {', '.join(self.left_out)}." if self.left_out else "")
 
@@ -111,7 +112,7 @@ def convert(
         left_out = sorted(checkpoint.keys() - {"state_dict"}) if weights_only else []
     if weights_only and given != "safetensors":
         checkpoint = {key: value for key, value in checkpoint.items() if key in _KEPT}
-        left_out = [key for key in left_out if key not in _KEPT]
+        left_out = [key for key in left_out if key not in (*_KEPT, ENTRY)]
     if to == "safetensors":
         tensors, more = _to_safetensors(checkpoint["state_dict"], prefix)
         _write_safetensors(tensors, destination, size_in_bytes(max_shard_size), config)

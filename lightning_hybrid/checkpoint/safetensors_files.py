@@ -188,9 +188,15 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: if it cannot be written (disk full, permissions).
     """
-    library = _library()
+    library, memories, own = _library(), set(), {}
+    for name, tensor in tensors.items():
+        own[name] = tensor.contiguous()
+        memory = own[name].untyped_storage().data_ptr()
+        if memory in memories and tensor.numel():  # a view of another one: the library wants a memory for each
+            own[name] = own[name].clone()
+        memories.add(memory)
     try:
-        library.torch.save_file({k: t.contiguous() for k, t in tensors.items()}, path, metadata={"format": "pt"})
+        library.torch.save_file(own, path, metadata={"format": "pt"})
     except (OSError, library.SafetensorError) as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error
 

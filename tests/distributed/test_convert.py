@@ -16,6 +16,7 @@ from lightning_hybrid import Hybrid3DStrategy, cli
 from lightning_hybrid.checkpoint import convert as convert_module
 from lightning_hybrid.checkpoint.convert import convert, form_of
 from lightning_hybrid.checkpoint.directory import read_directory
+from lightning_hybrid.checkpoint.safetensors_files import SafetensorsFolder
 from lightning_hybrid.errors import CheckpointError, ConfigurationError
 from tests.distributed.test_checkpoint import (
     LAYOUTS,
@@ -143,6 +144,27 @@ def test_the_command(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         cli.main(["convert", str(tmp_path / "safe"), str(tmp_path / "a.ckpt"), "--weights_only", "--prefix", "b."]) == 0
     )
     assert all(key.startswith("b.") for key in load(tmp_path / "a.ckpt")["state_dict"])
+
+
+def test_tensors_of_every_kind(tmp_path: Path) -> None:
+    base = torch.arange(12.0).view(3, 4)
+    state = {"whole": base, "transposed": base.T, "flat": base.view(12), "row": base[1], "empty": torch.empty(0, 4)}
+    state |= {
+        "scalar": torch.tensor(3),
+        "expanded": torch.ones(1).expand(5),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
+    torch.save({"state_dict": state, "nested": [(torch.ones(2), {"a": base[0]})]}, tmp_path / "a.ckpt")
+    convert(tmp_path / "a.ckpt", tmp_path / "directory", "directory")
+    convert(tmp_path / "directory", tmp_path / "b.ckpt")
+    convert(tmp_path / "directory", tmp_path / "safe", "safetensors", weights_only=True)
+    convert(tmp_path / "a.ckpt", tmp_path / "safe2", "safetensors", weights_only=True, max_shard_size=64)
+    found = load(tmp_path / "b.ckpt")
+    del found["lightning_hybrid"]
+    assert not differences(found, load(tmp_path / "a.ckpt"))
+    for name in ("safe", "safe2"):
+        folder = SafetensorsFolder.find(tmp_path / name)
+        assert not differences({key: folder.tensor(key) for key in folder.specs}, state)
 
 
 class Own:
