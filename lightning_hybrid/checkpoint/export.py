@@ -93,8 +93,11 @@ def _whole_module(trainer: Any) -> tuple[nn.Module, StateKeys, Any]:
             f"save_safetensors knows the strategies hybrid3d, ddp and one device, not {type(strategy).__name__}. Save a"
             " checkpoint, and convert it with `lightning-hybrid convert`."
         )
-    if module is None or on_meta(module):
-        raise UnsupportedError("save_safetensors: the module has no weights yet. Call it after fit or validate.")
+    if module is None or on_meta(module) or not any(True for _ in module.parameters()):
+        raise UnsupportedError(
+            "save_safetensors: the module has no weights yet. Call it after fit or validate; where start_method is"
+            ' "fork" or "spawn" and configure_model builds the model, in a hook such as on_train_end, on the ranks.'
+        )
     return module, StateKeys.of(module, lambda name: True), None
 
 
