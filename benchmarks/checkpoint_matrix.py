@@ -26,7 +26,7 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.checkpoint.directory import read_directory
 from lightning_hybrid.checkpoint.tensors import Stored
 
-__all__ = ["LAYOUTS", "LitTiedLM", "assert_same", "read", "train", "world_size"]
+__all__ = ["LAYOUTS", "LitTiedLM", "Saving", "assert_same", "read", "train", "world_size"]
 
 VOCABULARY, WIDTH, LENGTH, GLOBAL_BATCH, STEPS = 17, 16, 6, 8, 3
 
@@ -158,7 +158,7 @@ def train(
         devices=world_size(name),
         strategy=strategy,
         max_epochs=last,
-        callbacks=[record, _Saving(folder, out)],
+        callbacks=[record, Saving(folder, out)],
         use_distributed_sampler=False,
         default_root_dir=folder,
         **quiet,  # type: ignore[arg-type]
@@ -172,7 +172,9 @@ def train(
     return record.losses
 
 
-class _Saving(L.Callback):
+class Saving(L.Callback):
+    """Saves at the end of each epoch: see :func:`train`."""
+
     def __init__(self, folder: Path, out: str) -> None:
         self._folder, self._out = folder, out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -101,14 +102,14 @@ class CheckpointHooks(AxisCollectives):
             self._waiting_state = checkpoint["state_dict"], strict
             return
         keys = StateKeys.of(module, lambda name: True) if is_whole else self._keys
-        scatter_model_state(module, checkpoint["state_dict"], keys, strict)
+        _say(*scatter_model_state(module, checkpoint["state_dict"], keys, strict))
 
     def _load_waiting_state(self) -> None:
         """Load what came when the module was on the meta device."""
         if self._waiting_state is not None:
             (state, strict), self._waiting_state = self._waiting_state, None
             assert self.lightning_module is not None
-            scatter_model_state(self.lightning_module, state, self._keys, strict)
+            _say(*scatter_model_state(self.lightning_module, state, self._keys, strict))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -167,3 +168,12 @@ class CheckpointHooks(AxisCollectives):
             )
         for optimizer, state, order in zip(self.optimizers, states, self._group_names, strict=True):
             scatter_optimizer_state(optimizer, state, self.lightning_module, self._keys, self._mesh, order)
+
+
+def _say(missing: list[str], unexpected: list[str]) -> None:
+    """List what was passed over, which happens where the user wants it (``strict_loading = False``) only."""
+    if missing or unexpected:
+        rank_zero_warn(
+            "The checkpoint's weights were loaded as far as they fit (strict=False)."
+            f" Left as they were, being missing: {missing}. Not used, being unexpected: {unexpected}."
+        )

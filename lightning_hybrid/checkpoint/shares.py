@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_hybrid.checkpoint.tensors import Piece, Share
+from lightning_hybrid.checkpoint.tensors import Piece, Share, Stored
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.tensor_parallel.collectives import JoinedRows
 
@@ -94,7 +94,8 @@ def share_of(like: DTensor, whole: Tensor, *, replicate: bool = False, rows: Joi
     else:
         mine = rows.order[slices[rows.dim]]
         part = whole.index_select(rows.dim, mine)[(*slices[: rows.dim], slice(None), *slices[rows.dim + 1 :])]
-    local = part.detach().to(like.to_local().device, copy=True, memory_format=torch.contiguous_format)
+    is_own = isinstance(whole, Stored)  # read just now, into memory that nobody else has
+    local = part.detach().to(like.to_local().device, copy=not is_own, memory_format=torch.contiguous_format)
     stride = torch.empty(whole.shape, device="meta").stride()
     return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=whole.shape, stride=stride)
 

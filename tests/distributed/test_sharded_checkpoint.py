@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
 
 import lightning_hybrid.checkpoint.shares as shares
-from benchmarks.checkpoint_matrix import LAYOUTS, PLAIN, STEPS, assert_same, assert_same_losses, read, train, world_size
+from benchmarks.checkpoint_matrix import (
+    LAYOUTS,
+    PLAIN,
+    STEPS,
+    Saving,
+    assert_same,
+    assert_same_losses,
+    read,
+    train,
+    world_size,
+)
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.checkpoint.whole import why_not_whole
 from lightning_hybrid.errors import CheckpointError
 from tests.distributed.test_checkpoint import LAYOUTS as DEGREES
-from tests.distributed.test_checkpoint import LitLM, build_trainer, loader
+from tests.distributed.test_checkpoint import Editing, LitLM, build_trainer, loader
 from tests.ranks import run_ranks
 
 RING = tuple(LAYOUTS)
@@ -122,3 +134,135 @@ def test_a_full_disk_of_one_rank_ends_all_and_leaves_the_old_one(form: Any, tmp_
     assert "last.ckpt could not be saved" in texts[0]
     assert ("rank 1: " in texts[0]) is (form is not False)
     assert "No space left on device" in texts[0]
+
+
+def resume_damaged(rank: int, name: str, folder: Path, form: Any) -> int:
+    """Case CKPT-1: six steps, a checkpoint at every second; the sixth's is cut off; then from "last" to the eighth."""
+    degrees, seen = DEGREES[name], Seen()
+    for last in (6, 8):
+        keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1, save_last=True)
+        options = {"max_steps": last, "limit_val_batches": 0, "callbacks": [keep, seen], "enable_checkpointing": True}
+        trainer = build_trainer(name, folder, form=form, **options)
+        trainer.fit(LitLM(), loader(2, rank, degrees), ckpt_path="last" if last == 8 else None)
+        for damaged in ("step=6.ckpt", "last.ckpt") if rank == 0 and last == 6 and name != "plain" else ():
+            file = folder / damaged / ("" if form is False else "__0_0.distcp")
+            os.truncate(file, file.stat().st_size // 2)
+        if name != "plain":
+            trainer.strategy.barrier()
+    return seen.first_step
+
+
+class Seen(L.Callback):
+    """Notes at which step the latest fit began."""
+
+    first_step = -1
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.first_step = trainer.global_step
+
+
+@pytest.mark.parametrize("form", [True, False])
+def test_a_damaged_last_one_is_passed_over(form: Any, tmp_path: Path) -> None:
+    assert run_ranks(1, resume_damaged, "plain", tmp_path / "plain", False) == [6]
+    assert run_ranks(4, resume_damaged, "dp2-pp2", tmp_path / "found", form, timeout=120) == [4] * 4
+    expected = read(tmp_path / "plain" / "step=8.ckpt")
+    for name in ("step=6-v1.ckpt", "step=8.ckpt", "last.ckpt"):
+        assert why_not_whole(tmp_path / "found" / name) is None, "the sixth is there again by another name"
+    assert_same(read(tmp_path / "found" / "last.ckpt"), expected)
+
+
+class Half(LitLM):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {key: value.half() for key, value in checkpoint["state_dict"].items()}
+
+
+class Unlike(LitLM):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 0:
+            checkpoint["state_dict"]["other"] = checkpoint["state_dict"].pop("embedding.weight")
+
+
+class OfMyOwn:
+    """What weights_only=True does not read."""
+
+
+class WithOwn(LitLM):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = OfMyOwn()
+
+
+class Grown(LitLM):
+    """With a layer that no checkpoint knows, and without one that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = False
+        self.register_buffer("more", torch.zeros(2))
+        del self.scale
+        self.scale = 1.5
+
+
+def outcome(function: Callable[[], Any]) -> str:
+    """What a call came to, for a comparison between ranks."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "went well"
+
+
+def edit(rank: int, folder: Path) -> dict[str, str]:
+    batches = loader(1, rank, DEGREES["pp2"])
+
+    def trainer_of(form: bool = True, **options: Any) -> L.Trainer:
+        return build_trainer("pp2", folder, form=form, max_epochs=1, limit_val_batches=1, **options)
+
+    def fit_and_save(module: LitLM, name: str) -> None:
+        trainer = trainer_of()
+        trainer.fit(module, batches)
+        trainer.save_checkpoint(folder / name)
+
+    def evaluate(module: LitLM, name: str, **options: Any) -> L.Trainer:
+        trainer = trainer_of()
+        trainer.validate(module, batches, ckpt_path=folder / name, verbose=False, **options)
+        return trainer
+
+    fit_and_save(Editing(), "edited")
+    trainer = evaluate(Editing(), "edited")
+    for _ in range(2):  # twice to one path, after an evaluation
+        trainer.save_checkpoint(folder / "again", weights_only=True)
+    for form, name in [(True, "averaged"), (False, "averaged-plain")]:
+        average = EMAWeightAveraging(decay=0.5, update_starting_at_step=0)
+        trainer_of(form, callbacks=[average, Saving(folder, name)]).fit(LitLM(), loader(2, rank, DEGREES["pp2"]))
+    found = {kind.__name__: outcome(lambda kind=kind: fit_and_save(kind(), "refused")) for kind in (Half, Unlike)}
+    fit_and_save(WithOwn(), "own")
+    for only in (True, False):
+        found[f"weights_only={only}"] = outcome(lambda only=only: evaluate(LitLM(), "own", weights_only=only))
+    with warnings.catch_warnings(record=True) as warned:
+        evaluate(Grown(), "own", weights_only=False)
+    found["not strict"] = next((str(w.message) for w in warned if "strict" in str(w.message)), "")
+    return found
+
+
+def test_hooks_edit_directories(tmp_path: Path) -> None:
+    found, other = run_ranks(2, edit, tmp_path, timeout=120)
+    edited, again = (whole_state(tmp_path / name) for name in ("edited", "again"))
+    assert list(edited) == [f"old.{key}" for key in LitLM().state_dict() if key != "scale"]
+    assert list(again) == list(edited)
+    assert torch.equal(again["old.head.weight"], 2 * edited["old.head.weight"])
+    assert all(torch.equal(again[key], edited[key]) for key in edited if key != "old.head.weight")
+    assert found["Half"] == other["Half"]
+    assert "half was called on a tensor of the checkpoint" in found["Half"]
+    assert found["Unlike"] == other["Unlike"]
+    assert "Edit checkpoints alike on all ranks" in found["Unlike"]
+    assert not (tmp_path / "refused").exists()
+    for rank in (found, other):
+        assert "UnpicklingError" in rank["weights_only=True"]
+        assert rank["weights_only=False"] == "went well"
+    assert "missing: ['more']" in found["not strict"]
+    assert "unexpected: ['scale']" in found["not strict"]
+    averaged, plain = (read(tmp_path / f"{name}-1.ckpt") for name in ("averaged", "averaged-plain"))
+    for key in ("state_dict", "current_model_state", "averaging_state"):
+        torch.testing.assert_close(dict(averaged[key]), dict(plain[key]), rtol=0, atol=0)
+    name = "blocks.0.up.weight"
+    assert not torch.equal(averaged["state_dict"][name], averaged["current_model_state"][name])

@@ -1,0 +1,169 @@
+"""Saving and loading directories: time and peak memory beside plain DCP on the same tensors, and the stall of "async".
+
+``python -m benchmarks.checkpoint [--layout dp2] [--blocks 12] [--rounds 5]`` trains one step of a model of linears with
+AdamW, so that all states exist, and then saves and loads in turn:
+
+- ``plain``: ``torch.distributed.checkpoint.save`` and ``load`` of the very parameters and moments (DTensors or whole),
+  and nothing else: no loops, no schedules, no names of groups, no marker, no rename;
+- ``ours``: ``trainer.save_checkpoint``, and what a Trainer does to load it;
+- ``async``: ``trainer.save_checkpoint`` with ``save_distributed_checkpoint="async"``, until it returns.
+
+Times are the slowest rank's, and medians of the rounds. Memory is the most that a rank's resident memory rises above
+what it was just before, of the rank and round where it rises most. ``ours`` makes the optimizer's states anew when it
+loads, as a run that begins does; ``plain`` loads into tensors that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+
+from benchmarks.checkpoint_matrix import LAYOUTS
+from lightning_hybrid import Hybrid3DStrategy
+
+__all__ = ["measure"]
+
+WIDTH = 512
+DEGREES = {**LAYOUTS, "dp2": {**LAYOUTS["1x1x1"], "data_parallel_size": 2}}
+
+
+class Block(nn.Module):
+    """Two linears of four times the width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(x).relu())
+        return out
+
+
+class LitBlocks(L.LightningModule):
+    """12 bytes of weights and moments for each of its 2.1 million parameters a block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def measure(rank: int, layout: str, num_blocks: int, rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """Return seconds and megabytes of each kind of call, one pair for each round."""
+    warnings.simplefilter("ignore")
+    degrees = DEGREES[layout]
+    sizes = (degrees[f"{axis}_parallel_size"] for axis in ("data", "tensor", "pipeline"))
+    num_ranks = int(torch.tensor(list(sizes)).prod())
+    strategy = Hybrid3DStrategy(**degrees, archive=None, save_distributed_checkpoint=True)
+    quiet = {f"enable_{part}": False for part in ("progress_bar", "model_summary", "checkpointing")}
+    trainer = L.Trainer(accelerator="cpu", devices=num_ranks, strategy=strategy, max_steps=1, logger=False, **quiet)  # type: ignore[arg-type]
+    module = LitBlocks(num_blocks)
+    trainer.fit(module, DataLoader(torch.randn(16 * num_ranks, WIDTH), batch_size=16))
+    (optimizer,) = trainer.optimizers
+    names = {id(p): name for name, p in module.named_parameters()}
+
+    def state() -> dict[str, Any]:
+        moments = {names[id(p)]: values for p, values in optimizer.state.items()}
+        return {"state_dict": module.state_dict(), "optimizer": moments}
+
+    empty = tree_map(torch.empty_like, state())
+
+    def load() -> None:
+        optimizer.state.clear()  # as when a run begins
+        checkpoint = strategy.load_checkpoint(folder / "ours", weights_only=True)
+        strategy.load_model_state_dict(checkpoint)
+        strategy.load_optimizer_state_dict(checkpoint)
+
+    def save_async() -> None:
+        object.__setattr__(strategy.settings, "save_distributed_checkpoint", "async")
+        trainer.save_checkpoint(folder / "async")
+        object.__setattr__(strategy.settings, "save_distributed_checkpoint", True)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "save plain": lambda: dcp.save(state(), checkpoint_id=folder / "plain"),  # type: ignore[attr-defined]
+        "save ours": lambda: trainer.save_checkpoint(folder / "ours"),
+        "save async": save_async,
+        "load plain": lambda: dcp.load(empty, checkpoint_id=folder / "plain"),  # type: ignore[attr-defined]
+        "load ours": load,
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            if rank == 0 and name.startswith("save"):
+                shutil.rmtree(folder / name.removeprefix("save "), ignore_errors=True)
+            dist.barrier()
+            result = _time_and_memory(call)
+            dist.barrier()
+            strategy._background.wait()
+            if number:  # the first round warms up
+                found[name].append(result)
+    return found
+
+
+def _time_and_memory(call: Callable[[], Any]) -> tuple[float, float]:
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    before, begin = _resident("VmRSS"), time.perf_counter()
+    call()
+    return time.perf_counter() - begin, _resident("VmHWM") - before
+
+
+def _resident(kind: str) -> float:
+    """Megabytes of resident memory: now (``VmRSS``) or at the most (``VmHWM``)."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[kind].split()[0]) / 1e3
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    from tests.ranks import run_ranks
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", default="dp2", choices=DEGREES)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", default=None, help="where to write; by default the system's temporary folder")
+    options = parser.parse_args()
+    degrees = DEGREES[options.layout]
+    num_ranks = int(torch.tensor([degrees[f"{axis}_parallel_size"] for axis in ("data", "tensor", "pipeline")]).prod())
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        ranks = run_ranks(
+            num_ranks, measure, options.layout, options.blocks, options.rounds, Path(folder), timeout=3600
+        )
+    medians = {}
+    for name in ranks[0]:
+        seconds = [max(rank[name][i][0] for rank in ranks) for i in range(options.rounds)]
+        medians[name] = statistics.median(seconds)
+        megabytes = max(rank[name][i][1] for rank in ranks for i in range(options.rounds))
+        each = " ".join(f"{second:.3f}" for second in seconds)
+        print(f"{name}: {medians[name]:.3f} s (rounds: {each}), {megabytes:.0f} MB more")
+    for kind in ("save", "load"):
+        print(f"{kind}: ours / plain = {medians[f'{kind} ours'] / medians[f'{kind} plain']:.2f}")
+    print(f"stall of async / save ours = {medians['save async'] / medians['save ours']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
