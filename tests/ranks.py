@@ -100,7 +100,7 @@ class Rank:
                 self.report = pickle.loads(self.pipe.recv_bytes())
         if self.report is None and self.reap():
             cause = describe_status(self.status or 0)
-            text = f"rank {self.rank} {cause} before its function ended.\n{self.read_output()[-8000:]}"
+            text = f"rank {self.rank} {cause} before its function ended.\n{self.read_output()[-30_000:]}"
             self.report = Report(time=time.monotonic(), traceback=text, summary=text)
 
     def reap(self) -> bool:
