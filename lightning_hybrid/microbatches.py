@@ -2,12 +2,15 @@
 
 [Note: which tensors have a row per sample]
 The batch size is the first dimension of the batch's first tensor. A tensor (or numpy array) has a row per sample if its
-first dimension is the batch size; any other one, numbers, strings and ``None`` are the same in every micro-batch. That
-can be a coincidence: an 8 x 8 bias in a batch of 8. Where the batch size is also the size of a later dimension
+first dimension is the batch size; any other one, a number, a string and ``None`` are the same in every micro-batch.
+That can be a coincidence: an 8 x 8 bias in a batch of 8. Where the batch size is also the size of a later dimension
 (sequences as long as the batch is large), nothing in the shapes says which is which. Certain are then the first tensor,
 the names that Hugging Face's models give a meaning, what earlier batches have shown, and any batch of torch's default
 collate function, which only ever stacks samples; else the batch is refused, and the user says which tensors are not
 cut: ``Hybrid3DStrategy(unbatched=["rel_bias"])`` (an empty list: none).
+
+Sequences of as many strings or other objects without tensors (names, which the default collate function leaves in a
+tuple) have an entry per sample too; of a tuple of as many numbers, which may be a size, that cannot be told.
 
 Samples of different sizes may come as lists with one entry for each: of tensors, or of dicts of them, all of one kind.
 Then the batch size is the number of entries. Such lists are told from lists of a batch's fields (inputs, targets) by
@@ -17,7 +20,9 @@ their first dimensions, which differ, while no tensor outside of them contradict
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import numbers
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -92,9 +97,11 @@ class BatchSplitter:
 
         def piece(first: int, last: int) -> Any:
             def cut(name: str, leaf: Any) -> Any:
+                if rows[name] and isinstance(leaf, deque):
+                    return deque(itertools.islice(leaf, first, last))
                 return leaf[first:last] if rows[name] else leaf
 
-            return map_leaves(cut, batch, lambda node: _is_list_of_samples(node, size))
+            return map_leaves(cut, batch, self._is_leaf(size))
 
         return [(piece(first, last), last - first) for first, last in itertools.pairwise(ends)]
 
@@ -107,7 +114,7 @@ class BatchSplitter:
         size = batch_size_of(batch)
         if num_samples in (None, 1, size) or self._unbatched is not None:
             return
-        for name, tensor in _named_leaves(batch, size).items():
+        for name, tensor in self._named_leaves(batch, size).items():
             if _has_dimensions(tensor) and tensor.shape[0] == size and num_samples in tensor.shape[1:]:
                 raise ConfigurationError(
                     f"The loader's batch size is {num_samples}, but {name or 'the batch'} has shape"
@@ -117,17 +124,17 @@ class BatchSplitter:
                 )
 
     def _find_rows(self, batch: Any, size: int) -> dict[str, bool]:
-        leaves = _named_leaves(batch, size)
+        leaves = self._named_leaves(batch, size)
         tensors = {name: leaf for name, leaf in leaves.items() if _has_dimensions(leaf)}
         _refuse_offsets(tensors, size)
         for name, leaf in leaves.items():
-            _refuse_opaque(name, leaf)
+            _refuse_opaque(name, leaf, size)
         ambiguous = None if self.only_stacks else _coincidence(tensors, size)
         rows = {}
         for name, leaf in leaves.items():
             said = None if self._unbatched is None else {name, name.split(".")[-1]}.isdisjoint(self._unbatched)
             if name not in tensors:
-                rows[name] = _is_list_of_samples(leaf, size) and said is not False
+                rows[name] = _is_list_of_samples(leaf, size) and self._lists_samples(name, leaf, said)
             elif leaf.shape[0] != size:
                 rows[name] = False
             elif said is not None:
@@ -139,14 +146,45 @@ class BatchSplitter:
             else:
                 raise ConfigurationError(_unclear(tensors, size, ambiguous))
         if ambiguous is None:
-            self._has_rows.update({name: rows[name] for name in tensors})
+            self._has_rows.update(rows)
         return rows
 
+    def _is_leaf(self, size: int) -> Callable[[Any], bool]:
+        """What tells lists of samples. In stacks they are innermost: of pairs of names two tuples of names are made."""
 
-def _named_leaves(batch: Any, size: int) -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    map_leaves(leaves.__setitem__, batch, lambda node: _is_list_of_samples(node, size))
-    return leaves
+        def is_leaf(node: Any) -> bool:
+            is_stack = self.only_stacks and isinstance(node, _SEQUENCES) and any(open_node(entry) for entry in node)
+            return not is_stack and _is_list_of_samples(node, size)
+
+        return is_leaf
+
+    def _named_leaves(self, batch: Any, size: int) -> dict[str, Any]:
+        leaves: dict[str, Any] = {}
+        map_leaves(leaves.__setitem__, batch, self._is_leaf(size))
+        return leaves
+
+    def _lists_samples(self, name: str, leaf: Any, said: bool | None) -> bool:
+        """Whether a sequence with as many entries as there are samples is one of samples."""
+        if said is not None or len(leaf) == 1:
+            return said is not False
+        if any(
+            known.startswith(f"{name}.") for known in self._has_rows
+        ):  # it has been seen with another number of entries
+            return False
+        kinds = {type(entry) for entry in leaf}
+        is_nested = all(isinstance(entry, _SEQUENCES) and len(entry) == len(leaf) for entry in leaf)
+        is_tuple = isinstance(leaf, tuple) and not any(isinstance(x, (Tensor, numpy.ndarray)) for x in leaves_of(leaf))
+        if is_nested or (is_tuple and (len(kinds) > 1 or issubclass(kinds.pop(), (numbers.Number, type(None))))):
+            raise ConfigurationError(
+                f"{name or 'The batch'} has as many entries as the batch has samples ({len(leaf)}), and it cannot be"
+                " told whether there is one for each. Use Hybrid3DStrategy(unbatched=[...]) with the names of those"
+                " that have none ([] if all have), return a tensor from the collate function, or use"
+                " pipeline_parallel_size=1."
+            )
+        return True
+
+
+_SEQUENCES = (list, tuple, deque)
 
 
 def _has_dimensions(leaf: Any) -> bool:
@@ -189,12 +227,14 @@ def _kind(leaf: Any) -> Any:
 
 
 def _is_list_of_samples(node: Any, size: int) -> bool:
-    """Whether a list has an entry per sample: none of them with tensors, or all of one kind and not fields."""
-    if not isinstance(node, (list, tuple)) or hasattr(node, "_fields") or len(node) != size or size < 1:
+    """Whether a list may have an entry per sample: none of them with tensors, or all of one kind and not fields."""
+    if not isinstance(node, _SEQUENCES) or isinstance(node, torch.Size) or hasattr(node, "_fields"):
+        return False
+    if len(node) != size or size < 1:
         return False
     dims = {int(leaf.shape[0]) for leaf in leaves_of(node) if _has_dimensions(leaf)}
     if not any(isinstance(leaf, (Tensor, numpy.ndarray)) for leaf in leaves_of(node)):
-        return isinstance(node, list)
+        return True
     return dims != {size} and _is_alike(node)
 
 
@@ -239,8 +279,8 @@ def _is_integer(array: Any) -> bool:
     return bool(numpy.issubdtype(array.dtype, numpy.integer))
 
 
-def _refuse_opaque(name: str, leaf: Any) -> None:
-    """Refuse what holds tensors in a way that cannot be cut."""
+def _refuse_opaque(name: str, leaf: Any, size: int) -> None:
+    """Refuse what holds tensors, or an entry for each sample, in a way that cannot be cut."""
     if isinstance(leaf, Tensor):
         if leaf.layout == torch.strided and not leaf.is_nested:
             return
@@ -249,12 +289,19 @@ def _refuse_opaque(name: str, leaf: Any) -> None:
         what = "a PackedSequence"
     elif open_node(leaf) is None and not isinstance(leaf, numpy.ndarray) and _holds_tensors(leaf):
         what = f"a {type(leaf).__name__} that holds tensors"
+    elif _is_foreign_sequence(leaf) and len(leaf) == size > 1:
+        what = f"a {type(leaf).__name__} with as many entries as the batch has samples"
     else:
         return
     raise UnsupportedError(
         f"{name or 'The batch'} is {what}, which cannot be cut into micro-batches. Return plain tensors in dicts,"
         " lists, tuples or dataclasses from the collate function, or use pipeline_parallel_size=1."
     )
+
+
+def _is_foreign_sequence(leaf: Any) -> bool:
+    known = (str, bytes, bytearray, *_SEQUENCES)
+    return isinstance(leaf, Sequence) and not isinstance(leaf, known)
 
 
 def _holds_tensors(node: Any, depth: int = 3) -> bool:

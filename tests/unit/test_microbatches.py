@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import UserDict, UserList, deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -143,9 +143,34 @@ def test_lists_of_fields_are_no_lists_of_samples() -> None:
     assert len(BatchSplitter(["anchors"]).split(levels, 2)[0][0]["anchors"]) == 2
 
 
+@pytest.mark.parametrize("kind", [list, tuple, deque])
+def test_sequences_of_names_are_cut(kind: Any) -> None:
+    """The default collate function leaves strings in tuples (of pairs) and lists (of dicts)."""
+    batch = (torch.arange(4), kind("abcd"), {"paths": kind("wxyz")}, torch.Size((4, 8, 1, 2)))
+    _, names, inner, shape = BatchSplitter().split(batch, 2)[1][0]
+    assert type(names) is kind and list(names) == ["c", "d"] and list(inner["paths"]) == ["y", "z"]
+    assert shape == (4, 8, 1, 2)
+    pairs = torch.utils.data.default_collate([(0, ("a", "b")), (1, ("c", "d"))])
+    assert BatchSplitter(only_stacks=True).split(pairs, 2)[1][0][1] == [("c",), ("d",)]
+
+
+@pytest.mark.parametrize("value", [(4, 8), ("a", 1), (None, None), [["a", "b"], ["c", "d"]]])
+def test_sequences_that_may_be_anything_are_refused_by_name(value: Any) -> None:
+    batch = {"x": torch.zeros(2, 3), "more": value}
+    with pytest.raises(ConfigurationError, match=r"more has as many entries.*unbatched"):
+        BatchSplitter().split(batch, 2)
+    assert BatchSplitter([]).split(batch, 2)[0][0]["more"] == value[:1]
+    assert BatchSplitter(["more"]).split(batch, 2)[0][0]["more"] == value
+    assert BatchSplitter().split({"x": torch.zeros(1, 3), "more": value[:1]}, 2)
+    splitter = BatchSplitter()
+    splitter.split({**batch, "x": torch.zeros(4, 3)}, 2)  # a number of entries that is not that of the samples
+    assert splitter.split(batch, 2)[0][0]["more"] == value
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
+        (UserList("abcd"), "more is a UserList with as many entries"),
         (torch.nn.utils.rnn.pack_sequence([torch.zeros(3), torch.zeros(2)]), "more is a PackedSequence"),
         (torch.eye(4).to_sparse(), "more is a sparse_coo tensor"),
         (Opaque(), "more is a Opaque that holds tensors"),
