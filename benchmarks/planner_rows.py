@@ -147,7 +147,7 @@ def _setup(row: Mapping[str, Any]) -> Setup:
         stages_per_rank=virtual,
         recompute=next((name for name in ("selective", "full") if name in recompute), "none"),
         zero=min(zero, 3) if zero != 2 else 3,
-        reshard=zero >= 3,
+        reshard=zero >= 3 and pipeline == 1,  # what pipelines do (torchtitan, Llama 3)
         sequence_parallel=tensor > 1 and _sequence_parallel(row),
         context=context,
         precision=precision,

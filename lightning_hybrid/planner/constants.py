@@ -41,7 +41,7 @@ class Constants:
     """The host's time for one block forward; its backward takes as long."""
     link: float = 0.78
     """Rate of collectives within a node."""
-    network: float = 0.7
+    network: float = 0.8
     """Rate of collectives between nodes."""
     crowd: float = 0.05
     """How much slower the network gets with each doubling of nodes."""
@@ -51,8 +51,8 @@ class Constants:
     """Of one message between pipeline ranks: the waits for each other that come with it."""
     hop: float = 3.0e-6
     """More for each rank of a ring."""
-    overlap: float = 0.5
-    """Part of a backward behind which the reduction of gradients hides."""
+    overlap: float = 0.7
+    """Part of a backward behind which reduced gradients hide, and of a forward behind which weights return."""
     sharpness: float = 3.0
     """How well communication of shards hides behind compute: 1 adds both, infinity shows only the longer."""
     microbatch: float = 2.0e-3
@@ -63,23 +63,23 @@ class Constants:
 
 FITTED = Constants(
     matmul=0.904,
-    throttle=0.257,
+    throttle=0.26,
     wave=0.281,
-    operands=0.66,
-    narrow_attention=0.477,
-    flash=0.963,
-    first_flash=0.573,
+    operands=0.661,
+    narrow_attention=0.478,
+    flash=0.956,
+    first_flash=0.578,
     elementwise=1.23,
-    scores=0.789,
+    scores=0.786,
     launch=0.00101,
-    link=0.686,
-    network=0.576,
-    crowd=0.0495,
-    latency=2.71e-05,
+    link=0.668,
+    network=0.58,
+    crowd=0.0506,
+    latency=2.72e-05,
     handover=0.000401,
     hop=3.01e-06,
-    overlap=0.508,
-    sharpness=3.19,
+    overlap=0.651,
+    sharpness=3.13,
     microbatch=0.00142,
-    step=0.00982,
+    step=0.00988,
 )

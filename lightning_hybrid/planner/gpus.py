@@ -51,7 +51,8 @@ class Gpu:
     """Share of the peak that the best bf16 matrix product reaches; ``None`` if nobody measured."""
     matmul_fp8: float | None = None
     fast_attention: float = 0.6
-    """Share of the best matrix product's rate that flash attention 2 reaches: its kernels use Ampere's instructions."""
+    """Share of the best matrix product's rate that flash attention reaches: the second version's kernels are written
+    for Ampere; on Blackwell cuDNN's and the fourth's are usual."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s at a data type; types that the device lacks run at the next wider one it has."""
@@ -89,8 +90,8 @@ H800-SXM-80GB    989.4  yes    67 1978.8  80 3352  200 switch     400    8   132
 H20-SXM-96GB       148  yes    44    296  96 4000  450 switch     400    8    78   400      -   0.709   0.5
 H200-SXM-141GB   989.4  yes    67 1978.8 141 4800  450 switch     400    8   132   700  0.803   0.709   0.5
 GH200-96GB       989.4  yes    67 1978.8  96 4000  150 switch     200    4   132   900  0.836   0.776   0.5
-B200-SXM-180GB    2250  yes    75   4500 180 7700  900 switch     400    8   148  1000      -       -   0.5
-GB200-186GB       2500  yes    80   5000 186 8000  900 switch     400   72   148  1200      -       -   0.5
+B200-SXM-180GB    2250  yes    75   4500 180 7700  900 switch     400    8   148  1000      -       -   0.7
+GB200-186GB       2500  yes    80   5000 186 8000  900 switch     400   72   148  1200      -       -   0.7
 V100-SXM2-32GB     125   no  15.7      -  32  900  150   mesh      50    8    80   300      -       -   0.6
 V100-SXM2-16GB     125   no  15.7      -  16  900  150   mesh      50    8    80   300      -       -   0.6
 V100-SXM3-32GB     130   no  16.3      -  32  980  150 switch      50   16    80   350      -       -   0.6

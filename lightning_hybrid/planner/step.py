@@ -296,9 +296,16 @@ def _after(
         return 0.0, 0.0
     if setup.zero == 3:
         return 0.0, optimizer
-    moved = ring(setup.shard_group, setup.gradient_bytes * parameters, cluster, constants)
-    back = setup.gradient_bytes if setup.zero == 0 else 2
-    moved += ring(setup.shard_group, back * parameters, cluster, constants)
-    moved += ring(setup.replica_group, setup.gradient_bytes * parameters / setup.shards, cluster, constants, passes=2)
-    behind = constants.overlap * (worst.backward_input + worst.backward_weight)
-    return _longer(behind, moved, constants.sharpness) - behind, optimizer
+    reduced = ring(setup.shard_group, setup.gradient_bytes * parameters, cluster, constants)
+    gathered = 0.0
+    if setup.zero:  # each rank updates its share, which the others then need
+        gathered = ring(setup.shard_group, 2 * parameters, cluster, constants)
+    else:
+        reduced *= 2
+    reduced += ring(setup.replica_group, setup.gradient_bytes * parameters / setup.shards, cluster, constants, passes=2)
+    behind = constants.overlap * (worst.backward_input + worst.backward_weight), constants.overlap * worst.forward
+    shown = [
+        _longer(hiding, moved, constants.sharpness) - hiding
+        for hiding, moved in zip(behind, (reduced, gathered), strict=True)
+    ]
+    return sum(shown), optimizer
