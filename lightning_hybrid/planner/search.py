@@ -260,7 +260,7 @@ def _setups(
     samples, ranks = global_batch // layout.data_parallel_size, layout.pipeline_parallel_size
     for micro_batch in divisors_up_to(samples, 64):
         count = samples // micro_batch
-        for schedule, virtual in _schedules(profile, ranks):
+        for schedule, virtual in _schedules(profile, ranks, splits=not options["fused"]):
             made = []
             for recompute in ("none",) if schedule.startswith("ZBV") else ("none", "full"):
                 for reshard in (False, True) if layout.shard_size > 1 else (False,):
@@ -279,12 +279,13 @@ def _setups(
             yield made
 
 
-def _schedules(profile: ModelProfile, ranks: int) -> list[tuple[str, int]]:
+def _schedules(profile: ModelProfile, ranks: int, *, splits: bool) -> list[tuple[str, int]]:
+    """Schedules and stages of each rank; those that split backwards only where blocks allow it (not compiled)."""
     if ranks == 1:
         return [("1F1B", 1)]
     found = [("1F1B", 1)]
     found += [("Interleaved1F1B", virtual) for virtual in (2, 4, 8) if virtual * ranks <= profile.num_layers]
-    if 2 * ranks <= profile.num_layers:
+    if splits and 2 * ranks <= profile.num_layers:
         found.append(("ZBVZeroBubble", 2))
     return found
 

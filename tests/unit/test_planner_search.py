@@ -128,6 +128,14 @@ def test_memory_is_saved_only_where_it_must_be():
     assert any(made.setup.recompute == "full" for made in tight.plans)
 
 
+def test_compiled_blocks_get_nothing_that_they_cannot_do():
+    profile = ModelProfile.from_sizes(**SMALL["12 heads"], seq_length=512)
+    for compile in (False, True):
+        planning = plan(profile, small_cluster(8), global_batch=32, compile=compile, most=1000)
+        setups = [made.setup for made in planning.plans]
+        assert any(setup.schedule == "ZBVZeroBubble" or setup.sequence_parallel for setup in setups) is not compile
+
+
 def test_slow_networks_get_the_lighter_axes():
     """On a slow network shards stay within nodes, or the pipeline crosses it."""
     profile = ModelProfile.from_sizes(num_layers=32, hidden_size=4096, num_heads=32, vocab_size=32000, seq_length=2048)
