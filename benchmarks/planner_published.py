@@ -112,7 +112,7 @@ def report(answers: Sequence[Answer], left_out: Sequence[str]) -> list[str]:
     """All figures, as lines."""
     timed = [found for found in answers if found.case.seconds is not None]
     measured = [found for found in answers if found.case.gigabytes is not None]
-    lines = [f"{len(answers)} rows could be asked, {len(left_out)} not (sizes or degrees are missing)."]
+    lines = [f"{len(answers)} rows could be asked, {len(left_out)} not:", *(f"  {why}" for why in left_out[:5])]
     if timed:
         lines += ["", summary("STEP TIME, all usable rows", [found.time_error for found in timed])]
         for title, key in _KEYS.items():

@@ -58,7 +58,8 @@ def cases_of(rows: Iterable[Mapping[str, Any]]) -> tuple[list[Case], list[str]]:
         try:
             cases.append(case_of(row))
         except (HybridError, KeyError, TypeError, ZeroDivisionError) as error:
-            left_out.append(f"#{row.get('id')} {row.get('source')}: {error}")
+            why = error if isinstance(error, HybridError) else "sizes or degrees are missing"
+            left_out.append(f"#{row.get('id')} {row.get('source')}: {why}")
     return cases, left_out
 
 
@@ -103,7 +104,8 @@ def _cluster(row: Mapping[str, Any]) -> Cluster:
     name = row["gpu"]
     if row.get("gpu_mem_gb") and "GB" not in name.split("(")[0]:
         name = f"{name.split('(')[0]} {row['gpu_mem_gb']}GB"
-    per_node = max(row.get("gpus_per_node") or 1, find_gpu(name).per_node)
+    usual = find_gpu(name).per_node
+    per_node = usual if usual > 16 else row.get("gpus_per_node") or usual  # a rack of NVL72 is one node of links
     return Cluster.named(name, row["num_gpus"], per_node=per_node, network_gbits=_gbits(row.get("inter_link"), row))
 
 
@@ -130,7 +132,9 @@ def _setup(row: Mapping[str, Any]) -> Setup:
         replicate_size=row.get("dp_replicate") or 1,
     )
     batch = row.get("micro_batch") or 1
-    count = row.get("num_micro_batches") or max(1, round(row["global_batch"] / (data * batch)))
+    count = row.get("num_micro_batches")
+    if not count:
+        count = max(1, round(row["global_batch"] / (data * batch))) if row.get("global_batch") else 1
     schedule, virtual = _schedule(row, pipeline)
     zero = row.get("zero_stage")
     if zero is None:
@@ -146,7 +150,7 @@ def _setup(row: Mapping[str, Any]) -> Setup:
         schedule=schedule,
         stages_per_rank=virtual,
         recompute=next((name for name in ("selective", "full") if name in recompute), "none"),
-        zero=min(zero, 3) if zero != 2 else 3,
+        zero=3 if zero == 2 else zero,  # FSDP's SHARD_GRAD_OP
         reshard=zero >= 3 and pipeline == 1,  # what pipelines do (torchtitan, Llama 3)
         sequence_parallel=tensor > 1 and _sequence_parallel(row),
         context=context,
@@ -190,7 +194,7 @@ def _sequence_parallel(row: Mapping[str, Any]) -> bool:
 
 def _seconds(row: Mapping[str, Any], profile: ModelProfile, cluster: Cluster) -> float:
     """Seconds of a step, from what the source printed, nearest to the clock first."""
-    batch, devices = row["global_batch"], row["num_gpus"]
+    batch, devices = _setup(row).global_batch, row["num_gpus"]
     if row.get("iter_time_s"):
         return float(row["iter_time_s"])
     if row.get("tokens_per_s_per_gpu"):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planner_published import answer, regrets
-from benchmarks.planner_rows import case_of
+from benchmarks.planner_published import answer, regrets, report
+from benchmarks.planner_rows import case_of, cases_of
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.planner import Cluster, Estimate, ModelProfile, Setup, estimate
@@ -116,6 +116,26 @@ def test_a_wrong_row_is_found_out():
     """The comparison can fail: twice the layers in the same time."""
     [found] = answer([case_of(SELECTIVE | GPT_22B | {"iter_time_s": 1.10, "layers": 96})])
     assert found.time_error > 0.5
+
+
+def test_rows_that_cannot_be_asked_are_named():
+    rows = [SELECTIVE | GPT_22B | {"iter_time_s": 1.1}, SELECTIVE | {"id": 7}, SELECTIVE | GPT_22B | {"gpu": "Abacus"}]
+    cases, left_out = cases_of(rows)
+    assert len(cases) == 1
+    assert "#7" in left_out[0] and "missing" in left_out[0] and "No data of a device 'Abacus'" in left_out[1]
+    lines = report(answer(cases), left_out)
+    assert lines[0] == "1 rows could be asked, 2 not:" and any("STEP TIME" in line for line in lines)
+
+
+def test_figures_that_sources_print_become_seconds():
+    """Korthikanti's 22B: 1.10 s, 41.5 % MFU of 312 TFLOP/s, 7447 tokens a second on 8 devices."""
+    row = SELECTIVE | GPT_22B
+    by_clock = case_of(row | {"iter_time_s": 1.10}).seconds
+    assert case_of(row | {"mfu": 0.415}).seconds == pytest.approx(by_clock, rel=0.01)
+    assert case_of(row | {"tokens_per_s_per_gpu": 4 * 2048 / 1.10 / 8}).seconds == pytest.approx(by_clock)
+    model = case_of(row | {"tflops_per_gpu": 130, "tflops_def": "model FLOPs"}).seconds
+    hardware = case_of(row | {"tflops_per_gpu": 130, "tflops_def": "hardware FLOPs"}).seconds
+    assert model == pytest.approx(by_clock, rel=0.01) and hardware == pytest.approx(4 / 3 * by_clock, rel=0.03)
 
 
 def test_the_layout_ranked_first_is_nearly_the_fastest():
