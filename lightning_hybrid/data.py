@@ -11,10 +11,21 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.one_reader import OneReader, SharedIterator
+from lightning_hybrid.randomness import is_same_state, random_state, restore_random_state
 from lightning_hybrid.structure import leaves_of
 
 __all__ = [
@@ -33,13 +44,19 @@ logger = logging.getLogger(__name__)
 
 
 class _PeekableIterator:
-    """An iterator whose first item can be looked at before it is delivered."""
+    """An iterator whose first item can be looked at before it is delivered.
 
-    def __init__(self, loader: Any, make: Callable[[], Iterator[Any]]) -> None:
-        self._loader, self._make = loader, make
+    A look draws random numbers (an order, augmentation) that are due later. Where the loader can be read again, they
+    are put back; if others are drawn before the item is due, it is read anew, from where the generators are by then.
+    """
+
+    def __init__(self, loader: Any, make: Callable[[], Iterator[Any]], agree: Callable[[bool], bool]) -> None:
+        """``agree`` returns what is decided on all ranks that must read alike, given this rank's opinion."""
+        self._loader, self._make, self._agree = loader, make, agree
         self._iterator = make()
         self._first: list[Any] = []
         self._epoch: Any = None
+        self._states: list[Any] = []
         self.num_delivered = 0
 
     def __iter__(self) -> _PeekableIterator:
@@ -49,24 +66,46 @@ class _PeekableIterator:
         if self.num_delivered:
             self._first = []  # nobody asked for it
             item = next(self._iterator)
-        elif self._first and self._epoch == _epoch_of(self._loader):
+        elif self._first and self._agree(self._is_due()):
+            for _, after in self._states:
+                restore_random_state(after)
             item = self._first[0]
         else:
-            if self._first:  # the sampler has moved to another epoch since: its order is another one
+            if self._first:
+                here = random_state()
                 self._iterator = self._make()
+                restore_random_state(here)  # a number was drawn when the first one was made
             item = next(self._iterator)
             self._first = [item]  # kept for a look that comes after a prefetch
         self.num_delivered += 1
         return item
+
+    def _is_due(self) -> bool:
+        """Whether what was looked at is what would be read now: the sampler is in that epoch, and nothing was drawn."""
+        same_states = all(is_same_state(before, random_state()) for before, _ in self._states)
+        return self._epoch == _epoch_of(self._loader) and same_states
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
 
     def peek(self) -> Any:
         if not self._first:
-            self._epoch = _epoch_of(self._loader)
+            self._epoch, before = _epoch_of(self._loader), random_state()
             self._first = [next(self._iterator)]
+            if _can_be_read_again(self._loader):
+                self._states = [(before, random_state())]
+                restore_random_state(before)
         return self._first[0]
+
+
+def _can_be_read_again(loader: Any) -> bool:
+    """Whether a loader's order and samples follow from the global random state: nothing else is used up by reading."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    sampler = loader.sampler
+    known = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+    generators = (loader.generator, getattr(sampler, "generator", None))
+    return type(sampler) in known and type(loader.batch_sampler) is BatchSampler and generators == (None, None)
 
 
 _WAITING, _LATEST, _READER = "_hybrid_waiting_iterator", "_hybrid_latest_iterator", "_hybrid_reader"
@@ -80,7 +119,8 @@ def _iter(self: Any) -> Any:
     if reader is not None and sys._getframe(1).f_globals["__name__"] not in _ASKED_BY_ALL:
         return base()  # a callback that shows samples on rank 0, say: the others do not come
     make = base if reader is None else functools.partial(SharedIterator, reader, base)
-    self.__dict__[_LATEST] = self.__dict__.pop(_WAITING, None) or _PeekableIterator(self, make)
+    agree = bool if reader is None else lambda value: bool(reader.share(lambda: value))
+    self.__dict__[_LATEST] = self.__dict__.pop(_WAITING, None) or _PeekableIterator(self, make, agree)
     return self.__dict__[_LATEST]
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "ShareStream",
     "StepRandomness",
     "derive_seed",
+    "is_same_state",
     "random_mark",
     "random_state",
     "restore_random_state",
@@ -62,6 +63,12 @@ def restore_random_state(state: tuple[Any, ...]) -> None:
     random.setstate(state[0])
     numpy.random.set_state(state[1])
     torch.set_rng_state(state[2])
+
+
+def is_same_state(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    """Whether two states of :func:`random_state` are equal."""
+    same_numpy = all(numpy.array_equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+    return first[0] == second[0] and same_numpy and torch.equal(first[2], second[2])
 
 
 def random_mark(device: torch.device | None = None) -> str:

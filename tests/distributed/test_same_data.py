@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid import Hybrid3DStrategy, data
 from lightning_hybrid.errors import ConfigurationError
 from tests.distributed.equality import QUIET
 from tests.ranks import run_ranks
@@ -37,6 +37,7 @@ class Noise(L.LightningModule):
         super().__init__()
         self.blocks = nn.ModuleList(Identity() for _ in range(4))
         self.seen: list[float] = []
+        self.draws = False
 
     def training_step(self, batch: Tensor) -> Tensor:
         self.seen.append(float(batch[0, 0]))
@@ -45,6 +46,10 @@ class Noise(L.LightningModule):
         for block in self.blocks:
             x = nn.functional.dropout(block(x), 0.0)
         return nn.functional.mse_loss(x, noise)
+
+    def on_train_start(self) -> None:
+        if self.draws:  # before the order of the samples is drawn
+            self.seen.append(float(torch.rand(())))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -90,6 +95,50 @@ def test_shuffled_batches_are_the_same_on_all_stages_and_in_one_process(seed: in
         [(_, alone)] = run_ranks(1, lambda rank: fit(rank, loader, 1, seed=seed))
         # the first of four micro-batches; later epochs are shuffled from where the step's own draws left one process
         assert first[::4][:4] == alone[:4]
+
+
+class Noisy(torch.utils.data.Dataset[Tensor]):
+    """Augments in the main process."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return ROWS[index] + torch.rand(())
+
+
+def draw(rank: int, num_devices: int, load_once: bool = False, sabotage: bool = False) -> tuple[float, list[float]]:
+    """Return what is drawn before training, and the first value of each batch of the first epoch."""
+    if sabotage:
+        pytest.MonkeyPatch().setattr(data, "_can_be_read_again", lambda loader: False)
+    L.seed_everything(3, verbose=False)
+    module, seen = Noise(), Firsts()
+    module.draws = True
+    strategy: Any = (
+        Hybrid3DStrategy(1, 1, num_devices, archive=None, load_once=load_once) if num_devices > 1 else "auto"
+    )
+    trainer = L.Trainer(devices=num_devices, strategy=strategy, max_epochs=1, callbacks=[seen], **QUIET)
+    trainer.fit(module, DataLoader(Noisy(), batch_size=8, shuffle=True))
+    return module.seen[0], seen.firsts
+
+
+class Firsts(L.Callback):
+    def __init__(self) -> None:
+        self.firsts: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
+        self.firsts.append(float(batch[0, 0]))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        torch.manual_seed(batch_idx)  # whatever the step has drawn, which in one process goes on to the next batch
+
+
+def test_what_the_look_ahead_draws_is_put_back() -> None:
+    """The order and the augmentation, of a loader without a seed, follow what a user draws before the first batch."""
+    (expected,) = run_ranks(1, draw, 1)
+    for load_once in (False, True):
+        assert run_ranks(2, draw, 2, load_once) == [expected] * 2
+    assert run_ranks(2, draw, 2, False, True)[0] != expected  # a deliberately wrong variant
 
 
 class Stream(IterableDataset[Tensor]):
