@@ -309,6 +309,7 @@ def become_rank(rank: int, folder: Path, environment: dict[str, str]) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     redirect_logging()
     stacks = open(folder / "stacks", "w")  # noqa: SIM115
+    faulthandler.disable()  # or the next line would not install its handlers anew, which others may have replaced
     faulthandler.enable(file=sys.stderr)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     for number in (signal.SIGINT, signal.SIGTERM):
