@@ -1,6 +1,7 @@
 """What a strategy's collectives mean with several axes: values go over the data axis, decisions over the world.
 
-Inside of a pipelined step, all of them go over the data axis: other stages do not run a step to its end, and the ranks
+Inside of a pipelined step, all of them (and the user's own, :mod:`~.step_world`) go over the data axis: other stages do
+not run a step to its end, and the ranks
 of the data axis do whatever this rank does (so ``trainer.log_dir`` in a step, which is a broadcast, does not hang).
 """
 
@@ -24,6 +25,7 @@ from typing_extensions import override
 
 from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.mesh import axis_group
+from lightning_hybrid.step_world import StepWorld
 
 __all__ = ["AxisCollectives"]
 
@@ -33,15 +35,24 @@ class AxisCollectives(ParallelStrategy):
 
     _mesh: DeviceMesh | None = None
     _apart = False
+    _step_world: StepWorld | None = None
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Around a step of the user's, in which other stages are elsewhere."""
+        if self._step_world is None:
+            self._step_world = StepWorld(axis_group(self.device_mesh, "data_parallel"))
         self._apart, before = True, self._apart
         try:
-            yield
+            with self._step_world.entered():
+                yield
         finally:
             self._apart = before
+
+    @property
+    def talks_in_steps(self) -> bool:
+        """Whether steps have talked to the data axis, whose ranks then must have equally many micro-batches."""
+        return self._step_world is not None and self._step_world.talks
 
     def refuse_apart(self, what: str) -> None:
         """Refuse what needs all ranks where they do not all come.

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
@@ -55,6 +54,7 @@ class PipelinedStep:
         quiet: Callable[[], AbstractContextManager[None]],
         apart: Callable[[], AbstractContextManager[None]],
         gather: Callable[[Any], list[Any]],
+        talks: Callable[[], bool],
         regathers: bool,
         whole_batch_loss: bool,
     ) -> None:
@@ -62,6 +62,7 @@ class PipelinedStep:
 
         Within ``quiet()`` the module's steps leave no trace, within ``apart()`` they have no collectives with other
         stages; ``gather`` returns what every rank of the world gives.
+        ``talks()``: steps have collectives of their own over the data axis.
         ``regathers``: sharded weights are freed after each forward.
         """
         self._module, self._root, self._rank, self._spec = module, root, rank, spec
@@ -75,7 +76,7 @@ class PipelinedStep:
         self._last_rank = spec.rank_of_stage(rank.num_stages - 1, rank.num_ranks)
         self._is_last = self._last_rank == rank.rank
         self._quiet, self._apart, self._gather, self._whole_batch_loss = quiet, apart, gather, whole_batch_loss
-        self._regathers = regathers
+        self._regathers, self._talks, self._talks_in_steps = regathers, False, talks
         self._said, self._checkable, self._num_trained = False, True, 0
         self._checksum: tuple[Any, ...] = ()
 
@@ -88,8 +89,8 @@ class PipelinedStep:
         self._checksum = checksum(batch)
         parts, sizes = zip(*self._splitter.split(batch, self.num_microbatches), strict=True)
         recorder = LogRecorder(self._log_rules, sizes)
-        self._check_even(len(parts))
         facts = self._facts("training_step", batch if self._whole_batch_loss else parts[0], rest)
+        self._check_even(len(parts))
         self._check_contract(facts, batch, sizes, rest)
 
         def step(i: int) -> Any:
@@ -115,7 +116,8 @@ class PipelinedStep:
         self._metrics.before()
         self._kept.before()
         self._message: dict[str, Any] | None = None
-        self._rank.run(self._actions(len(parts)), inputs)
+        with self._apart():  # a backward may talk to other ranks too
+            self._rank.run(self._actions(len(parts)), inputs)
         message = self._received()
         with self._rank.clock.mark("REDUCE"):
             reduce_gradients(self._module, self._root, message["scale"])
@@ -161,12 +163,18 @@ class PipelinedStep:
         return self.facts[kind]
 
     def _check_even(self, num_parts: int) -> None:
-        """Where each micro-batch gathers sharded weights anew, all data ranks must have equally many."""
-        if self._regathers and len(found := set(self._gather(num_parts))) > 1:
+        """Where each micro-batch has collectives over the data axis, all of its ranks must have equally many."""
+        if self._num_trained == 0:
+            self._talks = self._talks_in_steps()  # it has been tried out, on all ranks alike
+        if (self._regathers or self._talks) and len(found := set(self._gather(num_parts))) > 1:
+            what = "with reshard_after_forward=True each of them gathers sharded weights from all data ranks"
+            remedy = "leave reshard_after_forward out"
+            if not self._regathers:
+                what = "training_step has collectives of its own, which each of them takes part in"
+                remedy = "use a hook for them, such as on_train_batch_end"
             raise UnsupportedError(
-                f"Batches of data ranks are cut into {sorted(found)} micro-batches, but with reshard_after_forward=True"
-                " each of them gathers sharded weights from all data ranks. Give all data ranks the same batch size"
-                " (drop_last=True), or leave reshard_after_forward out."
+                f"Batches of data ranks are cut into {sorted(found)} micro-batches, but {what}. Give all data ranks the"
+                f" same batch size (drop_last=True), or {remedy}."
             )
 
     def _check_contract(self, facts: StepFacts, batch: Any, sizes: Sequence[int], rest: tuple[Any, ...]) -> None:
@@ -242,7 +250,9 @@ class PipelinedStep:
         self._message = {"error": error}
         told = error
         if not isinstance(error, HybridError):
-            told = PipelineError(f"The last stage failed, on rank {dist.get_rank()}: {type(error).__name__}: {error}")
+            told = PipelineError(
+                f"The last stage failed, on rank {self._module.global_rank}: {type(error).__name__}: {error}"
+            )
         self._rank.channels.report({"error": told}, self._device)
 
     def _named(self, value: Any, options: dict[str, Any]) -> Any:

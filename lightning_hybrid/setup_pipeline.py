@@ -173,6 +173,7 @@ class PipelineSetup:
             quiet=lambda: quiet_step(self._module, self._trainer, set()),
             apart=strategy.apart,
             gather=strategy.all_gather_object,
+            talks=lambda: strategy.talks_in_steps,
             regathers=part.root is not None and bool(strategy.settings.reshard_after_forward),
             whole_batch_loss=strategy.settings.whole_batch_loss,
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import irecv, isend, recv  # by name: a step's own collectives go elsewhere
 
 from lightning_hybrid.errors import PipelineError
 
@@ -50,7 +51,7 @@ class Channels:
             groups: For each kind of message and receiving stage the group to use instead of tags.
         """
         self._group, self._groups = group, groups
-        self._ranks = list(global_ranks)
+        self._ranks, self._rank = list(global_ranks), dist.get_rank()
         self._num_stages = num_stages
         self._pending: list[tuple[dist.Work, Tensor]] = []
 
@@ -65,7 +66,7 @@ class Channels:
         group, tags = self._way(kind, stage, microbatch, len(tensors), again)
         for tensor, tag in zip(tensors, tags, strict=True):
             data = tensor.detach().contiguous()
-            work = dist.isend(data, self._ranks[to], group=group, tag=tag)
+            work = isend(data, self._ranks[to], group=group, tag=tag)
             assert work is not None
             self._pending.append((work, data))
 
@@ -76,7 +77,7 @@ class Channels:
         works = []
         group, tags = self._way(kind, stage, microbatch, len(buffers), again)
         for buffer, tag in zip(buffers, tags, strict=True):
-            work = dist.irecv(buffer, self._ranks[source], group=group, tag=tag)
+            work = irecv(buffer, self._ranks[source], group=group, tag=tag)
             assert work is not None
             works.append(work)
         return works
@@ -88,18 +89,18 @@ class Channels:
         payload = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(device)
         size = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
         for rank in self._ranks:
-            if rank != dist.get_rank():
+            if rank != self._rank:
                 for data in (size, payload):
-                    work = dist.isend(data, rank, group=self._group, tag=_REPORT_TAG)
+                    work = isend(data, rank, group=self._group, tag=_REPORT_TAG)
                     assert work is not None
                     self._pending.append((work, data))
 
     def receive_report(self, source: int, device: torch.device) -> Any:
         """Receive the object that schedule rank ``source`` reported."""
         size = torch.zeros(1, dtype=torch.int64, device=device)
-        dist.recv(size, self._ranks[source], group=self._group, tag=_REPORT_TAG)
+        recv(size, self._ranks[source], group=self._group, tag=_REPORT_TAG)
         payload = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-        dist.recv(payload, self._ranks[source], group=self._group, tag=_REPORT_TAG)
+        recv(payload, self._ranks[source], group=self._group, tag=_REPORT_TAG)
         here = {f"cuda:{index}": str(device) for index in range(torch.cuda.device_count())}  # not the sender's device
         return torch.load(io.BytesIO(payload.cpu().numpy().tobytes()), map_location=here, weights_only=False)
 
