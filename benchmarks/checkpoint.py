@@ -1,6 +1,6 @@
 """Saving and loading directories: time and peak memory beside plain DCP on the same tensors, and the stall of "async".
 
-``python -m benchmarks.checkpoint [--layout dp2] [--blocks 12] [--rounds 5]`` trains one step of a model of linears with
+``python -m benchmarks.checkpoint [--layout dp2] [--blocks 8] [--rounds 5]`` trains one step of a model of linears with
 AdamW, so that all states exist, and then saves and loads in turn:
 
 - ``plain``: ``torch.distributed.checkpoint.save`` and ``load`` of the very parameters and moments (DTensors or whole),
@@ -8,9 +8,9 @@ AdamW, so that all states exist, and then saves and loads in turn:
 - ``ours``: ``trainer.save_checkpoint``, and what a Trainer does to load it;
 - ``async``: ``trainer.save_checkpoint`` with ``save_distributed_checkpoint="async"``, until it returns.
 
-Times are the slowest rank's, and medians of the rounds. Memory is the most that a rank's resident memory rises above
-what it was just before, of the rank and round where it rises most. ``ours`` makes the optimizer's states anew when it
-loads, as a run that begins does; ``plain`` loads into tensors that are there.
+Times are the slowest rank's, those of the processor the sum of all ranks', and medians of the rounds. Memory is the
+most that a rank's resident memory rises above what it was just before, of the rank and round where it rises most. When
+loading, both make the optimizer's states anew, as a run that begins does.
 """
 
 from __future__ import annotations
@@ -39,8 +39,12 @@ from lightning_hybrid import Hybrid3DStrategy
 
 __all__ = ["measure"]
 
-WIDTH = 512
+WIDTH = 1024
 DEGREES = {**LAYOUTS, "dp2": {**LAYOUTS["1x1x1"], "data_parallel_size": 2}}
+
+
+#: Seconds, seconds of the processor, and megabytes.
+Cost = tuple[float, float, float]
 
 
 class Block(nn.Module):
@@ -56,7 +60,7 @@ class Block(nn.Module):
 
 
 class LitBlocks(L.LightningModule):
-    """12 bytes of weights and moments for each of its 2.1 million parameters a block."""
+    """12 bytes of weights and moments for each of its 8.4 million parameters a block."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
@@ -71,8 +75,8 @@ class LitBlocks(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def measure(rank: int, layout: str, num_blocks: int, rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """Return seconds and megabytes of each kind of call, one pair for each round."""
+def measure(rank: int, layout: str, num_blocks: int, rounds: int, folder: Path) -> dict[str, list[Cost]]:
+    """Return what each kind of call costs, for each round."""
     warnings.simplefilter("ignore")
     degrees = DEGREES[layout]
     sizes = (degrees[f"{axis}_parallel_size"] for axis in ("data", "tensor", "pipeline"))
@@ -89,7 +93,9 @@ def measure(rank: int, layout: str, num_blocks: int, rounds: int, folder: Path) 
         moments = {names[id(p)]: values for p, values in optimizer.state.items()}
         return {"state_dict": module.state_dict(), "optimizer": moments}
 
-    empty = tree_map(torch.empty_like, state())
+    def load_plain() -> None:
+        found = {"state_dict": module.state_dict(), "optimizer": tree_map(torch.empty_like, state()["optimizer"])}
+        dcp.load(found, checkpoint_id=folder / "plain")  # type: ignore[attr-defined]
 
     def load() -> None:
         optimizer.state.clear()  # as when a run begins
@@ -106,10 +112,10 @@ def measure(rank: int, layout: str, num_blocks: int, rounds: int, folder: Path) 
         "save plain": lambda: dcp.save(state(), checkpoint_id=folder / "plain"),  # type: ignore[attr-defined]
         "save ours": lambda: trainer.save_checkpoint(folder / "ours"),
         "save async": save_async,
-        "load plain": lambda: dcp.load(empty, checkpoint_id=folder / "plain"),  # type: ignore[attr-defined]
+        "load plain": load_plain,
         "load ours": load,
     }
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    found: dict[str, list[Cost]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
             if rank == 0 and name.startswith("save"):
@@ -123,12 +129,12 @@ def measure(rank: int, layout: str, num_blocks: int, rounds: int, folder: Path) 
     return found
 
 
-def _time_and_memory(call: Callable[[], Any]) -> tuple[float, float]:
+def _time_and_memory(call: Callable[[], Any]) -> Cost:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
-    before, begin = _resident("VmRSS"), time.perf_counter()
+    before, begin, worked = _resident("VmRSS"), time.perf_counter(), time.process_time()
     call()
-    return time.perf_counter() - begin, _resident("VmHWM") - before
+    return time.perf_counter() - begin, time.process_time() - worked, _resident("VmHWM") - before
 
 
 def _resident(kind: str) -> float:
@@ -143,7 +149,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", default="dp2", choices=DEGREES)
-    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default=None, help="where to write; by default the system's temporary folder")
     options = parser.parse_args()
@@ -155,14 +161,20 @@ def main() -> None:
         )
     medians = {}
     for name in ranks[0]:
-        seconds = [max(rank[name][i][0] for rank in ranks) for i in range(options.rounds)]
-        medians[name] = statistics.median(seconds)
-        megabytes = max(rank[name][i][1] for rank in ranks for i in range(options.rounds))
-        each = " ".join(f"{second:.3f}" for second in seconds)
-        print(f"{name}: {medians[name]:.3f} s (rounds: {each}), {megabytes:.0f} MB more")
+        seconds, work, memory = (
+            [function(rank[name][i][j] for rank in ranks) for i in range(options.rounds)]
+            for j, function in enumerate((max, sum, max))
+        )
+        medians[name] = statistics.median(seconds), statistics.median(work)
+        each = " ".join(f"{found:.3f}" for found in seconds)
+        print(
+            f"{name}: {medians[name][0]:.3f} s (rounds: {each}), processor {medians[name][1]:.3f} s in all,"
+            f" {max(memory):.0f} MB more"
+        )
     for kind in ("save", "load"):
-        print(f"{kind}: ours / plain = {medians[f'{kind} ours'] / medians[f'{kind} plain']:.2f}")
-    print(f"stall of async / save ours = {medians['save async'] / medians['save ours']:.3f}")
+        ratios = (a / b for a, b in zip(medians[f"{kind} ours"], medians[f"{kind} plain"], strict=True))
+        print("{}: ours / plain = {:.2f}, of the processor {:.2f}".format(kind, *ratios))
+    print(f"stall of async / save ours = {medians['save async'][0] / medians['save ours'][0]:.3f}")
 
 
 if __name__ == "__main__":

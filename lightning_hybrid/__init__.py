@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hybrid.checkpoint.export import save_safetensors
 from lightning_hybrid.checkpoint.pretrained import load_safetensors
+from lightning_hybrid.checkpoint.whole import latest_checkpoint
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.estimate import describe_rank
 from lightning_hybrid.optimizer import grad_norm
@@ -18,6 +19,7 @@ __all__ = [
     "__version__",
     "describe_rank",
     "grad_norm",
+    "latest_checkpoint",
     "load_safetensors",
     "save_safetensors",
 ]

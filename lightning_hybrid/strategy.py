@@ -165,7 +165,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         self._pipeline: PipelineSetup | None = None
         self._random: StepRandomness | None = None
         self._clock = Clock(torch.device("cpu"))
-        self._new_window, self._failed, self._seed = True, False, 0
+        self._new_window, self._seed = True, 0
         self.num_nodes = 1
 
     # ---- what callbacks and users may ask -------------------------------------------------------------------------
@@ -476,10 +476,6 @@ class Hybrid3DStrategy(EvaluationHooks):
             set_gradient_sync(self._root, True)
 
     # ---- end -----------------------------------------------------------------------------------------------------
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
 
     @override
     def teardown(self) -> None:

@@ -69,6 +69,12 @@ class Background:
         for function in functions:
             function()
 
+    def finish_if_possible(self, seconds: float = 10.0) -> None:
+        """Give what is on its way a last chance after a failure elsewhere. Not a collective; errors are not shown."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        self._thread, self._afterwards = None, []
+
     def _run(self, parts: Parts, path: Any) -> None:
         try:
             write_parts(parts, path, self._group)

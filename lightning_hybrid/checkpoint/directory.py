@@ -183,7 +183,8 @@ def read_directory(path: Any, weights_only: bool | None = None) -> dict[str, Any
     entry = checkpoint.get(ENTRY, {})
     if "stored" not in entry:
         raise CheckpointError(f"The directory {text} was not written by lightning_hybrid.")
-    tensors = StoredTensors(FsspecReader(text) if "://" in text else FileSystemReader(text))
+    reader = FsspecReader(text) if "://" in text else FileSystemReader(text)
+    tensors = StoredTensors(reader, trusted=weights_only is False)
     found: dict[str, Stored] = {}
     for place, key in entry.pop("stored"):
         if key not in found:

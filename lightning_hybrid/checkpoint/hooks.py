@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -44,6 +45,7 @@ class CheckpointHooks(AxisCollectives):
     _group_names: list[list[list[str]]]
     """For each optimizer the parameter names of its groups, as one process has them."""
     settings: Settings
+    _failed = False
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -128,6 +130,12 @@ class CheckpointHooks(AxisCollectives):
             CheckpointError: on every rank, with the first cause; what was at the path is as it was.
         """
         path = self.broadcast(filepath)
+        if self._is_sharded and (storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO):
+            raise CheckpointError(
+                f"{type(self.checkpoint_io).__name__} and storage_options write one file, and with"
+                f" save_distributed_checkpoint={self.settings.save_distributed_checkpoint!r} a checkpoint is a"
+                " directory. Leave them out, or use save_distributed_checkpoint=False."
+            )
         add_loader_states(checkpoint, self.layout, self.coordinate)
         if not self._is_sharded:
             on_first(lambda: write_file(checkpoint, path, self.checkpoint_io, storage_options), path)
@@ -141,6 +149,11 @@ class CheckpointHooks(AxisCollectives):
         """Remove a file or a directory, once the one that replaces it is whole."""
         if self.is_global_zero:
             self._background.afterwards(lambda: self.checkpoint_io.remove_checkpoint(filepath))
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        self._background.finish_if_possible()
 
     @override
     def teardown(self) -> None:

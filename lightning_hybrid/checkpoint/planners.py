@@ -7,7 +7,9 @@ arithmetic of uneven shards is not ours (see the note in :mod:`lightning_hybrid.
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Collection, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_hybrid.checkpoint.format import nested
+from lightning_hybrid.checkpoint.format import METADATA, nested
 from lightning_hybrid.checkpoint.tensors import Share, Stored
 from lightning_hybrid.errors import CheckpointError
 
@@ -86,11 +88,19 @@ def _item(key: str, share: Share, piece: tuple[tuple[int, ...], Tensor]) -> Writ
 
 
 class StoredTensors:
-    """The tensors of one DCP directory, read box by box and without any exchange between ranks."""
+    """The tensors of one DCP directory, read box by box and without any exchange between ranks.
 
-    def __init__(self, reader: FileSystemReader) -> None:
+    Args:
+        reader: of the directory.
+        trusted: let the directory's ``.metadata``, a pickle, hold anything. Otherwise it may only hold what DCP writes.
+
+    Raises:
+        pickle.UnpicklingError: if it holds something else, which might run code.
+    """
+
+    def __init__(self, reader: FileSystemReader, *, trusted: bool = False) -> None:
         self._reader = reader
-        self._metadata = reader.read_metadata()
+        self._metadata = reader.read_metadata() if trusted else _read_metadata(reader)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def keys(self) -> Collection[str]:
@@ -116,6 +126,30 @@ class StoredTensors:
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{self._reader.checkpoint_id} has no tensor {key!r}, to which its meta.pt refers.")
         return entry
+
+
+def _read_metadata(reader: FileSystemReader) -> Metadata:
+    with reader.fs.create_stream(reader.fs.concat_path(reader.path, METADATA), "rb") as file:
+        metadata: Metadata = _MetadataUnpickler(file).load()
+    return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        of_dcp = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+        if of_dcp or module in ("torch", "torch.serialization", "pathlib"):
+            found = super().find_class(module, name)
+            is_path = module == "pathlib" and issubclass(found, PurePath)
+            is_of_torch = isinstance(found, torch.dtype) or (module, name) in _OTHERS
+            if (of_dcp and isinstance(found, type)) or is_path or is_of_torch:
+                return found
+        raise pickle.UnpicklingError(
+            f"The checkpoint's {METADATA} refers to {module}.{name}, which torch.distributed.checkpoint does not write"
+            " there. If you trust whoever wrote it, load it with weights_only=False."
+        )
+
+
+_OTHERS = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 
 
 class _Into(LoadPlanner):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
@@ -216,3 +217,20 @@ def test_a_link_is_replaced_not_what_it_leads_to(tmp_path: Path) -> None:
     shutil.copytree(target, tmp_path / "a.incomplete")
     put_in_place(tmp_path / "a.incomplete", target)
     assert why_not_whole(target) is None
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("it-ran",)
+
+
+def test_metadata_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path / "a.ckpt")
+    (path / ".metadata").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir.*weights_only=False"):
+        read_directory(path, weights_only=True)
+    assert not (tmp_path / "it-ran").exists()
+    with pytest.raises(AttributeError):  # what it made is no metadata
+        read_directory(path, weights_only=False)
+    assert (tmp_path / "it-ran").exists(), "the attack is a real one"

@@ -16,6 +16,7 @@ PUBLIC = {
         "__version__",
         "describe_rank",
         "grad_norm",
+        "latest_checkpoint",
         "load_safetensors",
         "save_safetensors",
     },
