@@ -172,6 +172,9 @@ class EvaluationHooks(CheckpointHooks):
             return self._evaluate("predict_step", *args, **kwargs)
 
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.lightning_module
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            self._part.buffers.before_step(trains=False)
         if self._even is None:
             return self._run_step(name, *args, **kwargs)
         self._even.before()
@@ -226,10 +229,15 @@ class EvaluationHooks(CheckpointHooks):
             )
         return output
 
-    def _check_even_training(self) -> None:
-        """To be called before each training step."""
+    def _before_training_step(self) -> None:
+        """Have the data ranks agree that all have a batch, and begin with the same buffers."""
         assert self.lightning_module is not None
         loop: Any = self.lightning_module.trainer.fit_loop
+        self._check_even_training(loop)
+        accumulates = self.lightning_module.automatic_optimization and loop._should_accumulate()
+        self._part.buffers.before_step(trains=not accumulates)
+
+    def _check_even_training(self, loop: Any) -> None:
         if self._part.root is None or isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
             return
         progress = loop.epoch_loop.batch_progress

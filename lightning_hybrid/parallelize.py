@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_hybrid.buffers import SharedBuffers
 from lightning_hybrid.checkpoint.consolidate import StateKeys
 from lightning_hybrid.checkpoint.pretrained import check_same_origins, load_origins, origins, refuse_unread, wait_on
 from lightning_hybrid.errors import ConfigurationError
@@ -117,6 +118,7 @@ class Part:
     root: ShardedRoot | None
     keys: StateKeys
     replication: Replication | None = None
+    buffers: SharedBuffers | None = None
 
 
 def parallelize(
@@ -149,8 +151,15 @@ def parallelize(
         module.to(device)
         if device.type != "meta":
             synchronise_own(module, mesh)
-        keys = StateKeys.of(module, lambda name: True)
-        return Part(plan=build_tp_plan(nn.Module(), None, 1), cut=None, facts=None, stages=None, root=None, keys=keys)
+        return Part(
+            plan=build_tp_plan(nn.Module(), None, 1),
+            cut=None,
+            facts=None,
+            stages=None,
+            root=None,
+            keys=StateKeys.of(module, lambda name: True),
+            buffers=SharedBuffers(module, axis_group(mesh, "data_parallel"), device),
+        )
     synchronise(module, device)
     weights, streamed = None, origins(module)
     if on_meta(module):
@@ -209,11 +218,22 @@ def parallelize(
             cpu_offload=settings.cpu_offload,
             is_pipelined=cut is not None,
         )
-    replication = None
+    replication, buffers = None, None
     if device.type != "meta":
         load_origins(module, streamed)
-        replication = Replication(module, axis_group(mesh, "data_parallel")) if replicates else None
-    return Part(plan=plan, cut=cut, facts=facts, stages=stages, root=root, keys=keys, replication=replication)
+        group = axis_group(mesh, "data_parallel")
+        replication = Replication(module, group) if replicates else None
+        buffers = SharedBuffers(module, group, device)
+    return Part(
+        plan=plan,
+        cut=cut,
+        facts=facts,
+        stages=stages,
+        root=root,
+        keys=keys,
+        replication=replication,
+        buffers=buffers,
+    )
 
 
 def _plan_split(

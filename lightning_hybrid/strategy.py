@@ -399,7 +399,7 @@ class Hybrid3DStrategy(EvaluationHooks):
             if self._pipeline is not None and zeroes_unseen(self.lightning_module.trainer):
                 for optimizer in self.optimizers:
                     optimizer.zero_grad()
-        self._check_even_training()
+        self._before_training_step()
         with self.precision_plugin.train_step_context(), self._step_randomness():
             if self._pipeline is not None:
                 return self._pipeline.step.train(*args, **kwargs)

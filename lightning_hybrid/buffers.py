@@ -1,0 +1,85 @@
+"""Buffers that steps update (BatchNorm's statistics, averages), kept alike on data ranks as ``ddp`` does.
+
+Each data rank updates them by its own samples. Before a step the values of the first data rank take the others' place,
+as in ``DistributedDataParallel.forward``, and as there only if the step before was one that ended with averaged
+gradients. So what is validated is what rank 0 saves. Unlike there, only buffers that have changed on any rank travel (a
+causal mask need not), and caches that grow to different sizes stay what they are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["SharedBuffers"]
+
+
+class SharedBuffers:
+    """The buffers of a module that ranks of one group hold alike."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+        """``device`` is one that the group can send from."""
+        self._group, self._device = group, device
+        self._places = [
+            (part, name)
+            for part in module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None and not isinstance(buffer, DTensor)
+        ]
+        self._seen: list[Tensor | None] = [None] * len(self._places)
+        self._is_due = dist.get_world_size(group) > 1 and bool(self._places)
+
+    def before_step(self, *, trains: bool) -> None:
+        """Take the first rank's values if they are due. ``trains``: the gradients of this step will be averaged.
+
+        A collective over the group, then.
+        """
+        if self._is_due:
+            self._synchronise()
+        self._is_due = trains and dist.get_world_size(self._group) > 1 and bool(self._places)
+
+    @torch.no_grad()
+    def _synchronise(self) -> None:
+        buffers = [part._buffers.get(name) for part, name in self._places]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self._changed_anywhere(buffers):
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        source = dist.get_global_rank(self._group, 0)
+        for found in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1).to(self._device) for buffer in found])
+            dist.broadcast(flat, src=source, group=self._group)
+            for buffer, values in zip(found, flat.split([b.numel() for b in found]), strict=True):
+                buffer.copy_(values.view(buffer.shape))
+        for index, now in enumerate(buffers):
+            self._note(index, now)
+
+    def _note(self, index: int, buffer: Tensor | None) -> None:
+        seen = self._seen[index]
+        if buffer is None or seen is None or not _alike(buffer, seen):
+            self._seen[index] = None if buffer is None else buffer.clone()
+        else:
+            seen.copy_(buffer)
+
+    def _changed_anywhere(self, buffers: list[Tensor | None]) -> list[Tensor]:
+        """Return those that have changed on any rank and have one size on all. A collective.
+
+        By value: what a batch norm or ``buffer.data`` writes is not counted by a tensor's version.
+        """
+        sizes = [-1 if buffer is None else buffer.nbytes for buffer in buffers]
+        facts = torch.tensor([[1] * len(sizes), sizes, [-size for size in sizes]], device=self._device)
+        for index, (buffer, seen) in enumerate(zip(buffers, self._seen, strict=True)):
+            if buffer is not None and seen is not None and _alike(buffer, seen):
+                facts[0, index] = (buffer != seen).any()
+        dist.all_reduce(facts, dist.ReduceOp.MAX, group=self._group)
+        rows = zip(buffers, *facts.tolist(), strict=True)
+        return [
+            buffer
+            for buffer, anywhere, most, least in rows
+            if anywhere and buffer is not None and most == -least and most > 0
+        ]
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
