@@ -7,6 +7,7 @@ anything. So the root is a module of its own around the LightningModule, and a s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -99,6 +100,9 @@ def apply_sharding(
             exchange_directly(unit)  # type: ignore[arg-type]  # fully_shard has made it one
     for part in {held._module_info.module for held in _sharded(root)}:
         part.register_forward_pre_hook(lambda *_: _gather_again(root))
+    names = {part: name for name, part in module.named_modules()}
+    for part in {held._module_info.module for held in _sharded(root)} | set(units):
+        part.register_forward_pre_hook(functools.partial(_refuse_outside, root, names.get(part, "")), prepend=True)
     if group.size() > 1:
         Lockstep(root, units, group, is_pipelined=is_pipelined, reshard=reshard)
     return root
@@ -246,6 +250,20 @@ def _gather_again(root: ShardedRoot) -> None:
     """Before a module of the root unit is called."""
     if root.is_running and root.was_freed:
         root.unshard()  # type: ignore[operator]  # fully_shard has made it an FSDPModule
+
+
+def _refuse_outside(root: ShardedRoot, name: str, part: nn.Module, _: Any) -> None:
+    """Before a call that would gather weights: where only some ranks make it, as rank 0 to log, they would wait.
+
+    Raises:
+        UnsupportedError: outside of a step and of its backward, which may call modules again.
+    """
+    if not root.is_running and torch._C._current_graph_task_id() == -1:
+        raise UnsupportedError(
+            f"{name or type(part).__name__} was called outside of a training, validation, test or predict step, where"
+            f" a data rank holds its shard of the weights only. Call the model inside of a step, {_REPLICAS}, or use"
+            " data_parallel_size=1."
+        )
 
 
 def _shards(root: ShardedRoot) -> list[nn.Parameter]:

@@ -321,7 +321,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         layout, module = self.layout, self.lightning_module
         assert module is not None
         setup = PipelineSetup(self, trainer)
-        self._part = parallelize(
+        part = parallelize(
             module,
             layout=layout,
             mesh=self.device_mesh,
@@ -331,16 +331,16 @@ class Hybrid3DStrategy(EvaluationHooks):
             seed=self._seed,
             given=self._waiting_state[0].keys() if self._waiting_state is not None else (),
         )
-        self._module_of_part = module
+        self._take_part(module, part)
         self._load_waiting_state()
-        for part in module.modules():
-            if isinstance(part, Metric) and layout.world_size > 1 and part.process_group is None:
-                part.process_group = axis_group(self.device_mesh, "data_parallel")  # other axes hold the same samples
-        self._pipeline = setup if self._part.cut is not None else None
+        for metric in module.modules():
+            if isinstance(metric, Metric) and layout.world_size > 1 and metric.process_group is None:
+                metric.process_group = axis_group(self.device_mesh, "data_parallel")  # other axes hold the same samples
+        self._pipeline = setup if part.cut is not None else None
         if self._pipeline is not None:
-            self._pipeline.finish(self._part, self._clock)
+            self._pipeline.finish(part, self._clock)
         rows = self.all_gather_object(self.describe()) if layout.world_size > 1 else [self.describe()]
-        rank_zero_info(layout_table(layout, self.schedule, rows, self._part.plan))
+        rank_zero_info(layout_table(layout, self.schedule, rows, part.plan))
 
     def _synchronise_randomness(self) -> None:
         """See the note in :mod:`lightning_hybrid.randomness`."""

@@ -23,7 +23,7 @@ from lightning_hybrid.checkpoint.files import read_checkpoint, write_file
 from lightning_hybrid.checkpoint.loader_states import add_loader_states, take_loader_states
 from lightning_hybrid.checkpoint.whole import checkpoint_to_load
 from lightning_hybrid.collectives import AxisCollectives
-from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.errors import CheckpointError, UnsupportedError
 from lightning_hybrid.layout import Coordinate, Layout
 from lightning_hybrid.materialize import on_meta
 from lightning_hybrid.optimizer import disable_foreach_on_mixed_tensors
@@ -60,6 +60,27 @@ class CheckpointHooks(AxisCollectives):
     def coordinate(self) -> Coordinate:
         """Where this rank stands on the mesh."""
         raise NotImplementedError
+
+    @override
+    def connect(self, model: Any) -> None:
+        """Take the module of a run.
+
+        Raises:
+            UnsupportedError: if another Trainer has cut, split or sharded it.
+        """
+        if model is not self._module_of_part and "_part_of_a_run" in vars(model):
+            raise UnsupportedError(
+                f"This {type(model).__name__} was trained or evaluated before, by another Trainer or before another"
+                " module, and this rank has kept its part of the weights only. Use a new module, as from"
+                f" {type(model).__name__}.load_from_checkpoint(path), or the same Trainer."
+            )
+        super().connect(model)
+
+    def _take_part(self, module: Any, part: Any) -> None:
+        """Remember which module ``part`` is of, and have the module know that it is one."""
+        self._part, self._module_of_part = part, module
+        if part.cut is not None or part.root is not None or (self.layout.tensor_parallel_size > 1 and part.plan.split):
+            module.__dict__["_part_of_a_run"] = True
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:

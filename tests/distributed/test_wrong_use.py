@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from examples.gpt.train import TP_PLAN
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.errors import ConfigurationError, HybridError
+from lightning_hybrid.errors import ConfigurationError, HybridError, UnsupportedError
 from tests.distributed.equality import QUIET
 from tests.distributed.test_equality import ROWS, SGDGPT, make_module
 from tests.ranks import run_ranks
@@ -153,6 +153,43 @@ def trains_without_pipeline(rank: int, kind: type[SGDGPT]) -> float:
 def test_what_cannot_be_cut_still_trains_without_a_pipeline(kind: type[SGDGPT]) -> None:
     first, second = run_ranks(2, trains_without_pipeline, kind)
     assert first == second > 0
+
+
+class Samples(SGDGPT):
+    """As Lightning's GAN example: the model is called at the end of an epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        self(ROWS[:2])
+
+    def forward(self, tokens: Any) -> Any:
+        model: Any = self.model
+        return model(tokens)
+
+
+def what_is_refused_outside_of_steps(rank: int) -> dict[str, str]:
+    sizes = {"num_blocks": 2, "width": 16, "num_heads": 4, "context_length": 16}
+    degrees = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+    said = {}
+    for degree in degrees:
+        arguments = {**dict.fromkeys(degrees, 1), degree: 2}
+        fit(module := SGDGPT(**sizes), 2, **arguments)
+        with pytest.raises(UnsupportedError) as again:
+            fit(module, 2, **arguments)
+        said[f"again {degree}"] = str(again.value)
+        if degree != "tensor_parallel_size":
+            with pytest.raises(HybridError) as outside:
+                fit(Samples(**sizes), 2, **arguments)
+            said[f"outside {degree}"] = str(outside.value)
+    fit(module := SGDGPT(**sizes), 2, data_parallel_size=2, replicate_size=2)
+    fit(module, 2, data_parallel_size=2, replicate_size=2)  # a replica is whole
+    return said
+
+
+def test_a_part_is_refused_to_a_second_trainer_and_to_calls_outside_of_steps() -> None:
+    for said in run_ranks(2, what_is_refused_outside_of_steps):
+        for case, message in said.items():
+            words = ["SGDGPT", "load_from_checkpoint"] if case.startswith("again") else ["outside of a training", "=1"]
+            assert all(word in message for word in words), (case, message)
 
 
 def test_arguments_are_refused_where_they_are_given() -> None:
