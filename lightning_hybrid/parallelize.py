@@ -34,6 +34,7 @@ from lightning_hybrid.pipeline.stage import Cut
 from lightning_hybrid.randomness import SHARES
 from lightning_hybrid.replication import Replication, replicates_only
 from lightning_hybrid.settings import Settings
+from lightning_hybrid.sharded_draws import draw_as_one_process
 from lightning_hybrid.sharding import ShardedRoot, apply_sharding
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.check import check_plan
@@ -144,6 +145,7 @@ def parallelize(
         UnsupportedError: if the module is already parallel and a degree asks for more, or if something on the meta
             device would get no values.
     """
+    draw_as_one_process()
     if is_parallel(module):
         check_own(module, layout, mesh, settings)
         refuse_unread(module)

@@ -30,10 +30,14 @@ class Hollow(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        writes = name.endswith("_") and not name.endswith("__")
+        if writes:  # a weight of another stage that is drawn anew: as many numbers, for nothing
+            args = (*map(_with_memory, args[:1]), *args[1:])
+            kwargs = {key: _with_memory(value) if key == "tensor" else value for key, value in kwargs.items()}
         with torch._C.DisableTorchFunctionSubclass():
             output = func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        if name == "__setitem__" or writes:
             if any(type(value) is cls for value in inputs):
                 inputs[0].__class__ = cls
             return output
@@ -46,6 +50,14 @@ class Hollow(Tensor):
         """Without values there is nothing to copy."""
         memo[id(self)] = copied = hollow(plain(self).detach())
         return copied
+
+
+def _with_memory(tensor: Any) -> Any:
+    """Return something that can be written to."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if type(tensor) is not Hollow or 0 not in tensor.stride():
+            return tensor
+        return tensor.detach().clone(memory_format=torch.contiguous_format).as_subclass(Hollow)
 
 
 def takes_only_the_shape(name: str) -> bool:
