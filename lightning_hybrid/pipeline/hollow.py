@@ -30,14 +30,17 @@ class Hollow(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        writes = name.endswith("_") and not name.endswith("__")
-        if writes:  # a weight of another stage that is drawn anew: as many numbers, for nothing
-            args = (*map(_with_memory, args[:1]), *args[1:])
-            kwargs = {key: _with_memory(value) if key == "tensor" else value for key, value in kwargs.items()}
         with torch._C.DisableTorchFunctionSubclass():
-            output = func(*args, **kwargs)
+            try:
+                output = func(*args, **kwargs)
+            except RuntimeError as error:
+                if "single memory location" not in str(error):
+                    raise
+                args = (*map(_with_memory, args[:1]), *args[1:])
+                kwargs = {key: _with_memory(value) if key == "tensor" else value for key, value in kwargs.items()}
+                output = func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if name == "__setitem__" or writes:
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             if any(type(value) is cls for value in inputs):
                 inputs[0].__class__ = cls
             return output
@@ -53,11 +56,11 @@ class Hollow(Tensor):
 
 
 def _with_memory(tensor: Any) -> Any:
-    """Return something that can be written to."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if type(tensor) is not Hollow or 0 not in tensor.stride():
-            return tensor
-        return tensor.detach().clone(memory_format=torch.contiguous_format).as_subclass(Hollow)
+    """Return something to write to in the place of a weight of another stage: a hook may draw it anew.
+
+    It is thrown away, but as many numbers are drawn as in one process.
+    """
+    return tensor.detach().clone(memory_format=torch.contiguous_format) if type(tensor) is Hollow else tensor
 
 
 def takes_only_the_shape(name: str) -> bool:
