@@ -1,4 +1,4 @@
-"""Lightning's process launcher, told that a rank may hold only a part of the module."""
+"""Lightning's process launchers, told that a rank may hold only a part of the module and that jobs are restarted."""
 
 from __future__ import annotations
 
@@ -8,13 +8,59 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
-__all__ = ["HybridMultiProcessingLauncher"]
+from lightning_hybrid.restart import prepare_for_restarts
+
+__all__ = ["HybridMultiProcessingLauncher", "make_launcher"]
 
 
-class HybridMultiProcessingLauncher(_MultiProcessingLauncher):
+def make_launcher(strategy: Any) -> _Launcher:
+    """Return what starts a strategy's ranks, as its settings and the cluster say."""
+    environment, start_method = strategy.cluster_environment, strategy.settings.start_method
+    if environment.creates_processes_externally:
+        return _InThisProcess()
+    if start_method == "popen":
+        return _ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)
+    return HybridMultiProcessingLauncher(strategy, start_method=start_method)
+
+
+class _Restartable(_Launcher):
+    """Before anything is run, see :mod:`lightning_hybrid.restart`."""
+
+    @override
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        if trainer is not None:
+            prepare_for_restarts(trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)  # type: ignore[safe-super]
+
+
+class _Here(_Launcher):
+    """Runs a function; the processes are there."""
+
+    is_interactive_compatible = True
+
+    @override
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """Nothing was started here."""
+
+
+class _InThisProcess(_Restartable, _Here):
+    """Under ``torchrun`` and SLURM, and in the processes that Lightning has started."""
+
+
+class _ScriptLauncher(_Restartable, _SubprocessScriptLauncher):
+    """Starts the script again for each rank."""
+
+
+class HybridMultiProcessingLauncher(_Restartable, _MultiProcessingLauncher):
     """Starts ranks by fork or spawn and hands back what a script's own processes would be left with.
 
     That is the whole module's weights and, beyond what Lightning's launcher returns, the progress of ``fit`` (such as

@@ -31,7 +31,7 @@ def stop_together(trainer: Any) -> None:
     asked: list[int] = []
 
     def note(signum: int, _: Any) -> None:
-        logger.info("Received SIGTERM on rank %d; the run stops before the next batch if rank 0 did.", dist.get_rank())
+        logger.info("Received SIGTERM on rank %d; all ranks stop before the next batch.", dist.get_rank())
         launcher = trainer.strategy.launcher
         if launcher is not None and not asked:
             launcher.kill(signum)
@@ -41,7 +41,7 @@ def stop_together(trainer: Any) -> None:
 
     def agree() -> None:
         stops = torch.tensor([int(bool(asked))], device=trainer.strategy.root_device)
-        dist.broadcast(stops, src=0)
+        dist.all_reduce(stops)  # any rank's: the node that is taken away may be another one than the first
         if stops.item():
             trainer._signal_connector.received_sigterm = True
             raise SIGTERMException

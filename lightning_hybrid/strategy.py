@@ -13,7 +13,6 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
@@ -28,7 +27,7 @@ from lightning_hybrid.data import prepare_loader, restore_loader_states
 from lightning_hybrid.describe import describe_run, layout_table, memory_table
 from lightning_hybrid.evaluation import EvaluationHooks, evaluate_by_no_grad, refuse_too_few_samples
 from lightning_hybrid.gradients import zeroes_unseen
-from lightning_hybrid.launchers import HybridMultiProcessingLauncher
+from lightning_hybrid.launchers import make_launcher
 from lightning_hybrid.layout import Coordinate, Layout
 from lightning_hybrid.lightning_callbacks import adapt_callbacks
 from lightning_hybrid.logged_values import no_advice_to_synchronise
@@ -254,13 +253,7 @@ class Hybrid3DStrategy(EvaluationHooks):
 
     @override
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self.cluster_environment.creates_processes_externally:
-            return
-        if self.settings.start_method == "popen":
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = HybridMultiProcessingLauncher(self, start_method=self.settings.start_method)
+        self._launcher = make_launcher(self)
 
     def set_world_ranks(self) -> None:
         """Tell the environment and Lightning's logging which rank this is."""

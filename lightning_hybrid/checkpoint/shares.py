@@ -137,12 +137,19 @@ def collect(
     """
     _, everyone, sends = _agree(entries, rows, balanced=False)
     rank = dist.get_rank() if dist.is_initialized() else 0
+    found: dict[Any, Any] = {}
     if rank == 0:
-        return _receive(everyone, sends, entries, device)
-    for key, _, source in sends:
-        if source == rank:
-            dist.send(_as_bytes(_local(entries[key]).to(device)), dst=0)
-    return {}
+        found = _receive(everyone, sends, entries, device)
+    sent = [
+        dist.isend(_as_bytes(_local(entries[key]).to(device)), dst=0)
+        for key, _, source in sends
+        if source == rank and rank != 0
+    ]
+    if any(source != 0 for _, _, source in sends):
+        dist.barrier()  # gloo may wait for ever for a send whose receiver dies, not for a collective
+    for work in filter(None, sent):
+        work.wait()
+    return found
 
 
 def leave_in_place(

@@ -33,6 +33,7 @@ __all__ = [
     "put_in_place",
     "remove",
     "to_disk",
+    "unfinished_checkpoints",
     "why_not_whole",
 ]
 
@@ -88,7 +89,8 @@ def put_in_place(aside: Any, path: Any) -> None:
     """Let what was written aside take its place; what was there before is removed afterwards."""
     fs, at = _open(path)
     _, source = _open(aside)
-    remove(f"{fs.unstrip_protocol(at)}{OLD}")
+    if fs.exists(at):  # else the old one may be all that is left
+        remove(f"{fs.unstrip_protocol(at)}{OLD}")
     if isinstance(fs, LocalFileSystem):
         if os.path.islink(at):  # the place was lent by save_last="link"
             os.unlink(at)
@@ -168,6 +170,13 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
             return path
         logger.warning("%s %s. It is passed over.", path, reason)
     return None
+
+
+def unfinished_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
+    """Return the names of what is half written in a folder: it is being saved now, or that was interrupted."""
+    fs, at = _open(folder)
+    names = [os.path.basename(str(entry).rstrip("/")) for entry in fs.ls(at, detail=False)] if fs.isdir(at) else []
+    return sorted(name for name in names if name.endswith(ASIDE))
 
 
 def checkpoint_to_load(path: Any) -> str:

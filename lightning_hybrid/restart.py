@@ -1,0 +1,51 @@
+"""Jobs that are killed and started again: where Lightning would overlook a checkpoint, or take several for one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_hybrid.checkpoint.whole import latest_checkpoint, unfinished_checkpoints
+
+__all__ = ["prepare_for_restarts"]
+
+
+def prepare_for_restarts(trainer: Any) -> None:
+    """Have a trainer find the newest whole checkpoint where ``last.ckpt`` is gone, and on all ranks the same one.
+
+    To be called where Lightning starts ranks: it looks for checkpoints before any hook of a strategy.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            vars(callback)["_find_last_checkpoints"] = partial(_find_last, callback)
+    connector = trainer._checkpoint_connector
+    vars(connector)["resume_start"] = partial(_resume_start, connector)
+
+
+def _find_last(callback: Any, trainer: Any) -> set[str]:
+    """Of a ``ModelCheckpoint``: Lightning's own, or what is whole in the folder.
+
+    A kill may come when the first ``last.ckpt`` is half written, between the two renames that replace a directory, or
+    when a link has been taken away and not yet made anew. Lightning would start anew.
+    """
+    folder = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)
+    if unfinished := unfinished_checkpoints(folder):
+        rank_zero_warn(f"Saving was interrupted, and these are passed over: {', '.join(unfinished)}.")
+    found = {path for path in type(callback)._find_last_checkpoints(callback, trainer) if callback._fs.exists(path)}
+    if found:
+        return found
+    other = latest_checkpoint(folder)
+    if other is None:
+        return set()
+    name = callback.CHECKPOINT_NAME_LAST
+    rank_zero_warn(f"There is no {name}.ckpt in {folder}. Resuming from {other}, the newest whole checkpoint there.")
+    return {other}
+
+
+def _resume_start(connector: Any, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+    """Of a trainer: what global rank 0 found is for all, since another node may see a folder later. A collective."""
+    path = connector.trainer.strategy.broadcast(checkpoint_path)
+    type(connector).resume_start(connector, path, weights_only)
