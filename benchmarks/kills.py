@@ -102,15 +102,15 @@ class _Strategy(Hybrid3DStrategy):
     die_in_save: tuple[int, float] | None = None
     """In which save, and how many seconds after its beginning."""
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         self.diary.write(event="save")
         if self.die_in_save is not None:
             left, seconds = self.die_in_save
             self.die_in_save = left - 1, seconds
             if left == 0:
                 threading.Thread(target=_die, args=(seconds,), daemon=True).start()
-        super().save_checkpoint(*args, **kwargs)
-        self.diary.write(event="saved")
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self.diary.write(event="saved", step=checkpoint["global_step"], name=Path(filepath).name)
 
 
 def _die(seconds: float) -> None:
@@ -194,6 +194,8 @@ class Figures:
     """Kills that left a checkpoint half written, or an old one moved aside."""
     passed_over: int = 0
     """Restarts that found no latest checkpoint, or one that was not whole, and took the newest whole one."""
+    saved_at: int = 0
+    """Step of the latest checkpoint that a restart must find."""
     seen: set[str] = field(default_factory=set)
     """Names of what is half written now."""
     seconds: list[float] = field(default_factory=list)
@@ -226,7 +228,8 @@ def kill_and_restart(
     """Kill and restart so many times, then let the job go on for a few steps and end.
 
     Raises:
-        AssertionError: if ranks were still running 30 s after a kill, or a start failed that nobody killed.
+        AssertionError: if ranks were still running 30 s after a kill, a start failed before it was killed, or one began
+            before a step that had been saved.
     """
     figures, choose = Figures(), random.Random(seed)
     layout, save_seconds = "", 0.02
@@ -290,7 +293,7 @@ def _wait(folder: Path, start: Killed, ranks: list[Any], figures: Figures) -> No
     while [rank for rank in ranks if not rank.reap()]:
         time.sleep(0.002)
         if victim is not None and killed_at is None:
-            if victim.status is not None:
+            if victim.reap() and os.WIFSIGNALED(victim.status):
                 killed_at = time.monotonic()
             elif start.in_save is None and _steps_done(folder, start) >= start.after_steps:
                 victim.kill()
@@ -298,6 +301,8 @@ def _wait(folder: Path, start: Killed, ranks: list[Any], figures: Figures) -> No
         ended_early = victim is not None and killed_at is None and any(rank.status is not None for rank in ranks)
         if ended_early or time.monotonic() - (killed_at or begin + 150) > LIMIT:
             _give_up(folder, start, ranks)
+    if victim is not None and not os.WIFSIGNALED(victim.status):
+        _give_up(folder, start, ranks)
     if killed_at is not None:
         figures.seconds.append(time.monotonic() - killed_at)
     if victim is None and any(rank.status for rank in ranks):
@@ -310,7 +315,9 @@ def _give_up(folder: Path, start: Killed, ranks: list[Any]) -> None:
         rank.dump_stacks()
     time.sleep(1)
     stacks = "".join(f"--- rank {rank.rank} still runs\n{rank.read_stacks()}\n" for rank in running)
-    raise AssertionError(f"Not all ranks ended, or one ended too early: {start}\n{_errors(folder, start)}{stacks}")
+    raise AssertionError(
+        f"Not all ranks ended, or some failed by themselves: {start}\n{_errors(folder, start)}{stacks}"
+    )
 
 
 def _errors(folder: Path, start: Killed) -> str:
@@ -341,10 +348,16 @@ def _note(folder: Path, start: Killed, output: str, figures: Figures) -> float |
     unfinished = {path.name for path in (folder / "checkpoints").glob("*.ckpt.*")}
     left_behind = bool(unfinished - figures.seen)
     figures.unfinished, figures.seen = figures.unfinished + left_behind, unfinished
+    if figures.resumed_at[-1] is not None:
+        assert figures.resumed_at[-1] >= figures.saved_at, (
+            f"Step {figures.saved_at} was saved, but lost: {start}\n{output}"
+        )
+    saves = [e["step"] for e in diaries[0] if e["event"] == "saved" and e["name"].startswith("last")]
+    figures.saved_at = max([figures.saved_at, *saves])
     figures.passed_over += "the newest whole checkpoint" in output
     if start.victim is not None:
-        saves = [event["event"] for event in diaries[start.victim] if event["event"] in ("save", "saved")]
-        figures.in_save += left_behind or (bool(saves) and saves[-1] == "save")
+        of_victim = [event["event"] for event in diaries[start.victim] if event["event"] in ("save", "saved")]
+        figures.in_save += left_behind or of_victim[-1:] == ["save"]
     times = [e["at"] for e in diaries[0] if e["event"] in ("save", "saved")]
     durations = [end - begin for begin, end in zip(times[::2], times[1::2], strict=False)]
     return max(durations, default=None)
@@ -367,7 +380,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         figures = kill_and_restart(Path(folder), arguments.kills, seed=arguments.seed)
     last = max(step for losses in figures.losses for step in losses)
     with contextlib.redirect_stdout(io.StringIO()):
