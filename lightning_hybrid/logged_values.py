@@ -7,8 +7,9 @@ alike everywhere.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,6 +156,22 @@ class MetricMirror:
         self._counts: dict[str, tuple[int, dict[str, int]]] = {}
         self._sums: dict[str, dict[str, Tensor]] = {}
 
+    @contextmanager
+    def refusing_compute(self) -> Iterator[None]:
+        """While active, the user's ``metric.compute()`` is refused: it would be of some micro-batches of the batch.
+
+        Raises:
+            UnsupportedError: then; not for the ``compute`` of a metric's own ``forward``.
+        """
+        kept = {name: metric.__dict__["compute"] for name, metric in self._metrics.items()}
+        for name, metric in self._metrics.items():
+            metric.__dict__["compute"] = functools.partial(_computed, name, metric, kept[name])
+        try:
+            yield
+        finally:
+            for name, compute in kept.items():
+                self._metrics[name].__dict__["compute"] = compute
+
     def before(self) -> None:
         """Note where the metrics stand before a step."""
         self._counts = {name: (m._update_count, _lengths(m)) for name, m in self._metrics.items()}
@@ -219,6 +236,16 @@ class MetricMirror:
     def get(self, name: str) -> Metric:
         """Return the metric of that name."""
         return self._metrics[name]
+
+
+def _computed(name: str, metric: Metric, compute: Callable[[], Any]) -> Any:
+    if metric._should_unsync:  # not within its forward
+        raise UnsupportedError(
+            f"{name}.compute() in training_step, which runs once for each micro-batch, has no value of the batch."
+            f' Call it in on_train_batch_end, or log the metric itself (self.log("{name}", self.{name})); or use'
+            " whole_batch_loss=True or pipeline_parallel_size=1."
+        )
+    return compute()
 
 
 def _sums(metric: Metric) -> dict[str, Tensor]:

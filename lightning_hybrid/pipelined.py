@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -95,7 +95,8 @@ class PipelinedStep:
 
         def step(i: int) -> Any:
             notes = LogRecorder() if self._whole_batch_loss else recorder
-            return self._one("training_step", notes, i, parts[i], rest)
+            with nullcontext() if len(parts) == 1 else self._metrics.refusing_compute():
+                return self._one("training_step", notes, i, parts[i], rest)
 
         def whole_step() -> Any:
             return self._one("training_step", recorder, 0, batch, rest)
