@@ -122,25 +122,28 @@ def _options(entry: _Logged) -> dict[str, Any]:
     return {**entry.options, "batch_size": sum(sizes.values())} if sizes else entry.options
 
 
-def merge_outputs(outputs: Sequence[Any], losses: Sequence[MicrobatchLoss]) -> Any:
+def merge_outputs(outputs: Sequence[Any], losses: Sequence[MicrobatchLoss], sizes: Sequence[int]) -> Any:
     """Merge what a step returned for each micro-batch into what it would return for the batch.
 
-    Scalars are combined as losses are, tensors are joined along their first dimension, lists are joined, dicts and
-    tuples are merged by entry, and of anything else the first is taken.
+    Floating scalars are combined as losses are, tensors and lists with an entry for each of the ``sizes`` samples are
+    joined, dicts and tuples are merged by entry, and a string or boolean that is the same everywhere is taken. Anything
+    else cannot be told (a number that is the same may be a count) and is ``None``.
     """
     first = outputs[0]
     if isinstance(first, dict):
-        return {key: merge_outputs([output[key] for output in outputs], losses) for key in first}
+        return {key: merge_outputs([output[key] for output in outputs], losses, sizes) for key in first}
     if isinstance(first, tuple):
-        merged = [merge_outputs(list(parts), losses) for parts in zip(*outputs, strict=True)]
+        merged = [merge_outputs(list(parts), losses, sizes) for parts in zip(*outputs, strict=True)]
         return type(first)(*merged) if hasattr(first, "_fields") else tuple(merged)
-    if isinstance(first, list):
-        return [item for output in outputs for item in output]
-    if isinstance(first, Tensor):
-        if first.dim() == 0:
-            return combine([o.float() for o in outputs], losses).to(first.dtype)
-        return torch.cat([o.detach() for o in outputs])
-    return first
+    if isinstance(first, Tensor) and first.dim() == 0:
+        is_floating = first.is_floating_point()
+        return combine([o.float() for o in outputs], losses).to(first.dtype) if is_floating else None
+    if isinstance(first, (list, Tensor)):
+        if [len(output) for output in outputs] != list(sizes):
+            return None
+        return torch.cat(list(outputs)) if isinstance(first, Tensor) else [x for output in outputs for x in output]
+    is_plain = isinstance(first, (str, bytes, bool))
+    return first if is_plain and all(output == first for output in outputs) else None
 
 
 def without_large_tensors(output: Any) -> Any:

@@ -108,7 +108,7 @@ class PipelinedStep:
             step=step,
             read_loss=lambda i, output: read_loss(output, sizes[i]),
             whole_step=whole_step if self._whole_batch_loss else None,
-            on_outputs=lambda outputs, losses: self._report(recorder, outputs, losses),
+            on_outputs=lambda outputs, losses: self._report(recorder, outputs, losses, sizes),
             on_failure=self._report_failure,
         )
         self._num_steps += 1
@@ -142,7 +142,7 @@ class PipelinedStep:
             looks=[(name, look_of(batch))],
             facts=self._facts(name, batch, rest),
             step=lambda i: self._one(name, recorder, i, batch, rest),
-            on_outputs=lambda outputs, _: self._report(recorder, outputs, [_WHOLE], full=name == "predict_step"),
+            on_outputs=lambda outputs, _: self._report(recorder, outputs, [_WHOLE], (), full=name == "predict_step"),
             on_failure=self._report_failure,
         )
         self._num_steps += 1
@@ -222,10 +222,16 @@ class PipelinedStep:
             return joined(run_on(getattr(self._module, name), part, *rest))
 
     def _report(
-        self, recorder: LogRecorder, outputs: list[Any], losses: list[MicrobatchLoss], *, full: bool = False
+        self,
+        recorder: LogRecorder,
+        outputs: list[Any],
+        losses: list[MicrobatchLoss],
+        sizes: Sequence[int],
+        *,
+        full: bool = False,
     ) -> None:
         """On the last stage, when all micro-batches are through: tell the other stages what came out."""
-        merged = merge_outputs(outputs, losses) if len(outputs) > 1 else outputs[0]
+        merged = merge_outputs(outputs, losses, sizes) if len(outputs) > 1 else outputs[0]
         merged = tree_map_only(Tensor, Tensor.detach, merged)
         total = sum(loss.weight for loss in losses)
         reference = self._rank.reference

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_hybrid.logged_values import merge_outputs
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine, read_loss
 
 SIZES, LENGTH, CLASSES = (3, 3, 2), 4, 5
@@ -178,3 +179,28 @@ def test_the_user_says_the_weight() -> None:
     assert read_loss({"loss": value, "loss_weight": 7}, 3).weight == 7.0
     with pytest.raises(ValueError, match="scalar loss"):
         read_loss(torch.ones(2), 3)
+
+
+def test_what_a_step_returns_beside_the_loss_is_that_of_the_batch_or_nothing() -> None:
+    sizes = (2, 1)
+    losses = [MicrobatchLoss(value=torch.ones(()), weight=float(size), rule="samples") for size in sizes]
+    outputs = [
+        {
+            "acc": torch.tensor(float(size)),
+            "rows": torch.full((size, 3), float(size)),
+            "names": ["a"] * size,
+            "tag": "same",
+            "n": size,
+            "constant": 3,
+            "count": torch.tensor(size),
+            "by_class": torch.zeros(5),
+            "epoch": [1],
+            "pair": (torch.zeros(size), None),
+        }
+        for size in sizes
+    ]
+    merged = merge_outputs(outputs, losses, sizes)
+    assert float(merged.pop("acc")) == pytest.approx(5 / 3)
+    assert merged.pop("rows")[:, 0].tolist() == [2.0, 2.0, 1.0] and len(merged.pop("pair")[0]) == 3
+    assert merged.pop("names") == ["a"] * 3 and merged.pop("tag") == "same"
+    assert set(merged.values()) == {None}, merged
