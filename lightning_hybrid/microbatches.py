@@ -55,6 +55,11 @@ def batch_size_of(batch: Any) -> int:
     arrays = [leaf for leaf in leaves_of(batch) if _has_dimensions(leaf)]
     for leaf in [*(leaf for leaf in arrays if isinstance(leaf, Tensor)), *arrays]:
         return int(leaf.shape[0])
+    if open_node(batch) is None and _holds_tensors(batch):
+        raise ConfigurationError(
+            f"The batch is a {type(batch).__name__}, a class of its own, which cannot be cut into micro-batches. Make"
+            " it a dataclass, a named tuple or a dict, or use pipeline_parallel_size=1."
+        )
     raise ConfigurationError(
         f"The batch ({type(batch).__name__}) holds no tensor with a batch dimension, so it cannot be cut into"
         " micro-batches. Use pipeline_parallel_size=1, or return tensors from the dataset."
@@ -122,6 +127,11 @@ class BatchSplitter:
                     " first in the batch and turn it in training_step, say by unbatched=[] that the first dimension is"
                     " the samples', or use pipeline_parallel_size=1."
                 )
+
+    @property
+    def cut_names(self) -> list[str]:
+        """Names of what has been found to have a row per sample."""
+        return [name for name, has_rows in self._has_rows.items() if has_rows and name]
 
     def _find_rows(self, batch: Any, size: int) -> dict[str, bool]:
         leaves = self._named_leaves(batch, size)

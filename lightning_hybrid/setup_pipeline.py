@@ -284,8 +284,8 @@ class PipelineSetup:
                     f"{name} is run once beforehand, without weights, to see where it can be cut, and failed:"
                     f" {type(error).__name__}: {error}. What it needs from hooks must be there after setup() (not made"
                     " in on_fit_start or on_train_start), optimizers and schedulers are not there yet, and what forward"
-                    " hooks collect inside of blocks (router logits, hidden states) is not either. Otherwise use"
-                    " pipeline_parallel_size=1."
+                    " hooks collect inside of blocks (router logits, hidden states) is not either."
+                    f"{self._cut_wrongly(name)} Otherwise use pipeline_parallel_size=1."
                 ) from error
         whole = self._strategy.settings.whole_batch_loss and name == "training_step"
         if whole and facts.lingers:
@@ -300,6 +300,15 @@ class PipelineSetup:
                 " them in the dataset or the collate function, or use pipeline_parallel_size=1."
             )
         return facts
+
+    def _cut_wrongly(self, name: str) -> str:
+        """What the batch may have to do with a failure."""
+        if name != "training_step" or not (names := self._splitter.cut_names):
+            return ""
+        return (
+            f" Of the batch, {', '.join(map(repr, names))} are cut into micro-batches: if one of them has no row per"
+            f" sample, say so (unbatched=[{names[-1]!r}])."
+        )
 
     def _groups_of_boundaries(
         self, group: dist.ProcessGroup, by_schedule: list[int]

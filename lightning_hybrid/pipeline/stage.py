@@ -212,6 +212,8 @@ class Cut:
         self._run: StageRun | None = None
         self.last_run: StageRun | None = None
         """The run that calls belonged to last."""
+        for name, part in module.named_modules():
+            _refuse_uncuttable(name, part)
         memory: dict[Any, Any] = {}
         intercepted = {**self._outside(), **self._blocks}
         for name, part in intercepted.items():
@@ -330,6 +332,12 @@ class Cut:
                 return done.tensors
         if not run.entered or run.last < len(self._indices) or run.captures:
             blocks = run.facts.blocks
+            if output is None:
+                raise UnsupportedError(
+                    f"The step returned None before it called {blocks[run.last - 1]}, which skips the batch, but all"
+                    " stages of a pipeline work on it. Return the loss times 0, leave such samples out in the dataset,"
+                    " or use pipeline_parallel_size=1."
+                )
             raise PipelineError(f"This step ended without a call of {blocks[run.last - 1]}. {_SAME_BLOCKS}")
         refuse_hollow("The step's output", tree_leaves(output))
         refuse_leaked(tree_leaves(output))
@@ -383,6 +391,19 @@ class Cut:
             raise PipelineError(f"This step calls {self._names[part]}, as the first batch did not. {_SAME_BLOCKS}")
         if index is not None and index > due:
             raise PipelineError(f"This step calls {self._names[part]} without {run.facts.blocks[due]}. {_SAME_BLOCKS}")
+
+
+def _refuse_uncuttable(name: str, part: nn.Module) -> None:
+    if type(part).__name__ == "OptimizedModule" and hasattr(part, "_orig_mod"):
+        raise UnsupportedError(
+            f"{name} is compiled by torch.compile, whose code a pipeline cannot be cut in. Leave it as it is and use"
+            " Hybrid3DStrategy(compile=True), which compiles the blocks, or pipeline_parallel_size=1."
+        )
+    if any(type(hook).__name__ == "WeightNorm" for hook in part._forward_pre_hooks.values()):
+        raise UnsupportedError(
+            f"{name} has torch.nn.utils.weight_norm, whose weight is no parameter and cannot be copied. Use"
+            " torch.nn.utils.parametrizations.weight_norm, or pipeline_parallel_size=1."
+        )
 
 
 def _intercept(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, default_collate
 
 from examples.gpt.train import TP_PLAN
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.errors import ConfigurationError, HybridError, UnsupportedError
 from tests.distributed.equality import QUIET
 from tests.distributed.test_equality import ROWS, SGDGPT, make_module
+from tests.distributed.zoo import Classifier, labelled_rows, mlp
 from tests.ranks import run_ranks
 
 
@@ -196,3 +199,52 @@ def test_arguments_are_refused_where_they_are_given() -> None:
     with pytest.raises(ConfigurationError, match="unknown"):
         Hybrid3DStrategy(schedule="fastest")
     assert make_module().automatic_optimization
+
+
+class Habits(Classifier):
+    """One habit that a pipeline cannot take, at a time."""
+
+    def __init__(self, habit: str) -> None:
+        super().__init__(mlp())
+        self.habit, model = habit, cast(Any, self.model)
+        if habit == "compiled":
+            self.model = torch.compile(self.model, backend="eager")  # type: ignore[assignment]
+        elif habit == "weight_norm":
+            torch.nn.utils.weight_norm(next(part for part in model.modules() if isinstance(part, nn.Linear)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.habit == "skips" and batch_idx == 1:
+            return None
+        if self.habit == "cut":
+            return F.cross_entropy(self.model(batch["x"]), batch["y"], weight=batch["weights"])
+        return super().training_step(batch, batch_idx)
+
+
+class Own:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+HABITS = {
+    "compiled": r"model is compiled by torch.compile.*compile=True",
+    "weight_norm": r"torch.nn.utils.parametrizations.weight_norm",
+    "skips": "skips the batch.*Return the loss times 0",
+    "cut": r"'weights' are cut into micro-batches.*unbatched=\['weights'\]",
+    "class": "a Own, a class of its own.*Make it a dataclass",
+}
+
+
+def refused_habits(rank: int) -> None:
+    def collate(rows: Any) -> Any:
+        return {**default_collate(rows), "weights": torch.ones(5)}
+
+    for habit, message in HABITS.items():
+        collates = {"cut": collate, "class": lambda rows: Own(torch.zeros(len(rows), 12))}
+        loader = DataLoader(labelled_rows((12,)), batch_size=5, collate_fn=collates.get(habit))
+        trainer = L.Trainer(devices=2, strategy=Hybrid3DStrategy(1, 1, 2, archive=None), max_epochs=1, **QUIET)
+        with pytest.raises(HybridError, match=message):
+            trainer.fit(Habits(habit), loader)
+
+
+def test_habits_are_refused_with_the_right_way_out() -> None:
+    run_ranks(2, refused_habits)
