@@ -5,7 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelSummary, StochasticWeightAveraging, ThroughputMonitor
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    ModelPruning,
+    ModelSummary,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+)
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.averages import AVERAGING, average_shares
@@ -42,6 +48,12 @@ def _refuse(callback: Any, module: Any, layout: Layout) -> None:
             "BatchSizeFinder tries batch sizes until one process runs out of memory, and the other ranks would wait for"
             f" it (now: {layout}). Leave it out: the memory table at set-up and lightning_hybrid.describe_rank say what"
             " a batch size needs."
+        )
+    if isinstance(callback, ModelPruning):
+        raise UnsupportedError(
+            "ModelPruning replaces parameters by masked copies of them, and compares all weights of one process, while"
+            f" ranks hold parts of the model (now: {layout}). Prune in one process: before training, or a checkpoint"
+            " afterwards."
         )
     norms = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
     if isinstance(callback, StochasticWeightAveraging) and norms:

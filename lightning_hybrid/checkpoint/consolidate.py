@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.checkpoint.partial_states import state_of_part
 from lightning_hybrid.checkpoint.shares import collect, leave_in_place, share_of
 from lightning_hybrid.checkpoint.tensors import Share
 from lightning_hybrid.errors import CheckpointError
@@ -102,7 +103,8 @@ class StateKeys:
                 added.append((part, attribute, part.__dict__.pop(attribute, None)))  # a stand-in for forwards
                 part._parameters[attribute] = twin
         try:
-            yield
+            with state_of_part():
+                yield
         finally:
             for part, attribute, stand_in in added:
                 del part._parameters[attribute]

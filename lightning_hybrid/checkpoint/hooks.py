@@ -21,6 +21,7 @@ from lightning_hybrid.checkpoint.consolidate import (
 from lightning_hybrid.checkpoint.directory import divide, on_first, write_directory
 from lightning_hybrid.checkpoint.files import read_checkpoint, write_file
 from lightning_hybrid.checkpoint.loader_states import add_loader_states, take_loader_states
+from lightning_hybrid.checkpoint.partial_states import warn_of_partial_states
 from lightning_hybrid.checkpoint.whole import checkpoint_to_load
 from lightning_hybrid.collectives import AxisCollectives
 from lightning_hybrid.errors import CheckpointError, UnsupportedError
@@ -81,6 +82,7 @@ class CheckpointHooks(AxisCollectives):
         self._part, self._module_of_part = part, module
         if part.cut is not None or part.root is not None or (self.layout.tensor_parallel_size > 1 and part.plan.split):
             module.__dict__["_part_of_a_run"] = True
+            warn_of_partial_states(module)
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:

@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
+    ModelPruning,
     ModelSummary,
     RichModelSummary,
     RichProgressBar,
@@ -375,6 +376,7 @@ class OnMeta(Lit):
     ("make", "callback", "words"),
     [
         (Lit, BatchSizeFinder, r"BatchSizeFinder tries batch sizes.*Leave it out"),
+        (Lit, lambda: ModelPruning("l1_unstructured"), r"ModelPruning replaces parameters.*Prune in one process"),
         (
             lambda: Lit(lambda: nn.BatchNorm1d(8)),
             lambda: StochasticWeightAveraging(0.1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, cast
 
 import lightning as L
@@ -175,7 +176,13 @@ def what_is_refused_outside_of_steps(rank: int) -> dict[str, str]:
     said = {}
     for degree in degrees:
         arguments = {**dict.fromkeys(degrees, 1), degree: 2}
-        fit(module := SGDGPT(**sizes), 2, **arguments)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            fit(module := SGDGPT(**sizes), 2, **arguments)
+            module.trainer.strategy.lightning_module_state_dict()
+            assert not [w for w in warned if "state_dict()" in str(w.message)]
+            module.model.state_dict()
+        (said[f"state {degree}"],) = [str(w.message) for w in warned if "state_dict()" in str(w.message)]
         with pytest.raises(UnsupportedError) as again:
             fit(module, 2, **arguments)
         said[f"again {degree}"] = str(again.value)
@@ -191,7 +198,11 @@ def what_is_refused_outside_of_steps(rank: int) -> dict[str, str]:
 def test_a_part_is_refused_to_a_second_trainer_and_to_calls_outside_of_steps() -> None:
     for said in run_ranks(2, what_is_refused_outside_of_steps):
         for case, message in said.items():
-            words = ["SGDGPT", "load_from_checkpoint"] if case.startswith("again") else ["outside of a training", "=1"]
+            words = {
+                "state": ["GPT.state_dict() has this rank's part", "save_checkpoint"],
+                "again": ["SGDGPT", "load_from_checkpoint"],
+                "outside": ["outside of a training", "=1"],
+            }[case.split()[0]]
             assert all(word in message for word in words), (case, message)
 
 
