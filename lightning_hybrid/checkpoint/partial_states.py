@@ -1,4 +1,4 @@
-"""``module.state_dict()`` outside of checkpoints: a rank that holds a part of the module has its part of the weights."""
+"""``module.state_dict()`` outside of checkpoints: what a rank gives there is its part of the weights."""
 
 from __future__ import annotations
 
