@@ -31,6 +31,7 @@ from lightning_hybrid.optimizer import disable_foreach_on_mixed_tensors
 from lightning_hybrid.optimizer_scope import refuse_wide_optimizers
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.sharding import reshard_inside
+from lightning_hybrid.torch_clipping import refuse_norms_of
 
 __all__ = ["CheckpointHooks"]
 
@@ -80,9 +81,12 @@ class CheckpointHooks(AxisCollectives):
     def _take_part(self, module: Any, part: Any) -> None:
         """Remember which module ``part`` is of, and have the module know that it is one."""
         self._part, self._module_of_part = part, module
-        if part.cut is not None or part.root is not None or (self.layout.tensor_parallel_size > 1 and part.plan.split):
+        is_split = self.layout.tensor_parallel_size > 1 and bool(part.plan.split)
+        if part.cut is not None or part.root is not None or is_split:
             module.__dict__["_part_of_a_run"] = True
             warn_of_partial_states(module)
+        if part.cut is not None or is_split:
+            refuse_norms_of(module)
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, default_collate
 
 from examples.gpt.train import TP_PLAN
@@ -170,6 +171,11 @@ class Samples(SGDGPT):
         return model(tokens)
 
 
+class ClipsByTorch(SGDGPT):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_grad_norm_(self.parameters(), 0.1)
+
+
 def what_is_refused_outside_of_steps(rank: int) -> dict[str, str]:
     sizes = {"num_blocks": 2, "width": 16, "num_heads": 4, "context_length": 16}
     degrees = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
@@ -186,6 +192,12 @@ def what_is_refused_outside_of_steps(rank: int) -> dict[str, str]:
         with pytest.raises(UnsupportedError) as again:
             fit(module, 2, **arguments)
         said[f"again {degree}"] = str(again.value)
+        if degree == "data_parallel_size":
+            fit(ClipsByTorch(**sizes), 2, **arguments)  # shards of one kind: torch's own is right
+        else:
+            with pytest.raises(UnsupportedError) as clipped:
+                fit(ClipsByTorch(**sizes), 2, **arguments)
+            said[f"clip {degree}"] = str(clipped.value)
         if degree != "tensor_parallel_size":
             with pytest.raises(HybridError) as outside:
                 fit(Samples(**sizes), 2, **arguments)
@@ -201,6 +213,7 @@ def test_a_part_is_refused_to_a_second_trainer_and_to_calls_outside_of_steps() -
             words = {
                 "state": ["GPT.state_dict() has this rank's part", "save_checkpoint"],
                 "again": ["SGDGPT", "load_from_checkpoint"],
+                "clip": ["clip_grad_norm_", "lightning_hybrid.grad_norm"],
                 "outside": ["outside of a training", "=1"],
             }[case.split()[0]]
             assert all(word in message for word in words), (case, message)
