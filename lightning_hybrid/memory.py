@@ -83,4 +83,6 @@ def memory_lines(rows: Mapping[int, Memory], device: int | None) -> list[str]:
 
 
 def _mb(number: int | None) -> str:
-    return "unknown" if number is None else f"{number / 1e6:,.1f}"
+    if number is None:
+        return "unknown"
+    return f"{number / 1e6:,.1f}" if number >= 1e5 or not number else f"{number / 1e6:.4f}"  # of tiny models
