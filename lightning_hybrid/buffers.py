@@ -8,6 +8,8 @@ causal mask need not), and caches that grow to different sizes stay what they ar
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ class SharedBuffers:
             for name, buffer in part._buffers.items()
             if buffer is not None and not isinstance(buffer, DTensor)
         ]
-        self._seen: list[Tensor | None] = [None] * len(self._places)
+        self._seen: list[_Look | None] = [None] * len(self._places)
         self._is_due = dist.get_world_size(group) > 1 and bool(self._places)
 
     def before_step(self, *, trains: bool) -> None:
@@ -52,15 +54,7 @@ class SharedBuffers:
             dist.broadcast(flat, src=source, group=self._group)
             for buffer, values in zip(found, flat.split([b.numel() for b in found]), strict=True):
                 buffer.copy_(values.view(buffer.shape))
-        for index, now in enumerate(buffers):
-            self._note(index, now)
-
-    def _note(self, index: int, buffer: Tensor | None) -> None:
-        seen = self._seen[index]
-        if buffer is None or seen is None or not _alike(buffer, seen):
-            self._seen[index] = None if buffer is None else buffer.clone()
-        else:
-            seen.copy_(buffer)
+        self._seen = [None if buffer is None else _Look.at(buffer) for buffer in buffers]
 
     def _changed_anywhere(self, buffers: list[Tensor | None]) -> list[Tensor]:
         """Return those that have changed on any rank and have one size on all. A collective.
@@ -70,8 +64,8 @@ class SharedBuffers:
         sizes = [-1 if buffer is None else buffer.nbytes for buffer in buffers]
         facts = torch.tensor([[1] * len(sizes), sizes, [-size for size in sizes]], device=self._device)
         for index, (buffer, seen) in enumerate(zip(buffers, self._seen, strict=True)):
-            if buffer is not None and seen is not None and _alike(buffer, seen):
-                facts[0, index] = (buffer != seen).any()
+            if buffer is not None and seen is not None:
+                facts[0, index] = seen.differs(_Look.at(buffer))
         dist.all_reduce(facts, dist.ReduceOp.MAX, group=self._group)
         rows = zip(buffers, *facts.tolist(), strict=True)
         return [
@@ -81,5 +75,24 @@ class SharedBuffers:
         ]
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+@dataclass(frozen=True)
+class _Look:
+    """What a buffer's values were, without a copy of them: masks may be large."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    sums: Tensor
+
+    @classmethod
+    def at(cls, buffer: Tensor) -> _Look:
+        values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+        if not values.is_floating_point() or values.element_size() == 1:
+            values = values.double()
+        norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+        return cls(buffer.shape, buffer.dtype, torch.stack([values.sum(dtype=torch.float64), norm]))
+
+    def differs(self, other: _Look) -> Tensor | bool:
+        """Whether values changed; NaN counts as changed."""
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
+            return True
+        return (self.sums != other.sums.to(self.sums.device)).any()

@@ -64,7 +64,7 @@ class _PeekableIterator:
 
     def __next__(self) -> Any:
         if self.num_delivered:
-            self._first = []  # nobody asked for it
+            self._first, self._states = [], []  # nobody asked for it
             item = next(self._iterator)
         elif self._first and self._agree(self._is_due()):
             for _, after in self._states:

@@ -198,7 +198,7 @@ def reduce_gradients_of(rank: int, reduce_dtype: torch.dtype | None) -> Tensor:
     for index, gradient in enumerate(GRADIENTS[rank]):
         sharding.set_gradient_sync(root, index == 3)
         sharding.call_inside(root, lambda gradient=gradient: module(gradient)).sum().backward()
-    return full(module.weight.grad).flatten()
+    return full({"weight": module.weight.grad})["weight"].flatten()
 
 
 def test_gradients_in_bf16_are_summed_in_fp32() -> None:
