@@ -327,6 +327,16 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+def begin_peak_anew() -> None:
+    """Before peak memory is measured: what this process, or its parent before the fork, once had must not hide it.
+
+    What was freed goes back to the system (else allocations fit into it), and the peak is the present (Linux, glibc).
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def redirect_logging() -> None:
     """Handlers made in the parent write to the parent's capture; let them write to this rank's output."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]

@@ -27,7 +27,7 @@ from tests.distributed.test_checkpoint import (
     loader,
     train,
 )
-from tests.ranks import run_ranks
+from tests.ranks import begin_peak_anew, run_ranks
 
 pytest.importorskip("safetensors")
 
@@ -231,6 +231,7 @@ class Peak(threading.Thread):
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__(daemon=True)
+        begin_peak_anew()
         self.start_bytes, self.peak, self.ended = own_memory(), 0, threading.Event()
         right = os.replace
         patch.setattr(os, "replace", lambda *paths: (self.look(), right(*paths)))

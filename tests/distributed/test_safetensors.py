@@ -21,7 +21,7 @@ from lightning_hybrid.errors import CheckpointError, UnsupportedError
 from tests.distributed.equality import ONE_PROCESS, QUIET, Trace, assert_equal, merged, must_differ, trace
 from tests.distributed.test_meta_device import LitMeta, Model, degrees_of
 from tests.distributed.zoo import SMALL, VOCABULARY, HuggingFace, even_rows, hugging_face, text_rows
-from tests.ranks import run_ranks
+from tests.ranks import begin_peak_anew, run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -211,6 +211,7 @@ def growth(rank: int, folder: Path, out: Path, device: str, degrees: tuple[int, 
     for name, size in (("small", SMALL_MODEL), ("big", BIG_MODEL)):  # the first to load what any run loads
         strategy = Hybrid3DStrategy(archive=None, **degrees_of(*degrees))
         trainer = L.Trainer(devices=2, strategy=strategy, max_steps=1, **QUIET)
+        begin_peak_anew()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         trainer.fit(Lit(folder / name, device, **size), DataLoader(text_rows(), batch_size=4))
     return grown[1]
