@@ -51,7 +51,8 @@ def run(rank: int, degrees: dict[str, Any], names: list[str], sabotage: Any = No
 def test_equals_one_process(degrees: dict[str, Any]) -> None:
     expected = run_ranks(1, run, ONE_PROCESS, ["full"])[0][0]
     num_ranks = 4 if len(degrees) == 3 and "data_parallel_size" in degrees else 2
-    found = run_ranks(num_ranks, run, degrees, list(OPTIONS), timeout=240)
+    names = ["both"] if num_ranks == 4 else list(OPTIONS)
+    found = run_ranks(num_ranks, run, degrees, names, timeout=240)
     for traces in zip(*found, strict=True):
         assert_equal(expected, list(traces))
 

@@ -213,9 +213,9 @@ def detours_unseen() -> None:
 
 def test_wrong_variant_ranks_out_of_step_are_seen(expected: dict[str, list[Trace]]) -> None:
     try:
-        found = run_ranks(2, run, ["dp2"], ["detours"], detours_unseen, timeout=30)
+        found = run_ranks(2, run, ["dp2"], ["detours"], detours_unseen, timeout=10)
     except RankError:
-        return  # collectives of different sizes met
+        return  # collectives of different sizes met, or ranks waited for each other
     with must_differ():
         assert_equal(expected["detours"][0], [rank["detours"][0] for rank in found])
 
