@@ -17,7 +17,7 @@ from lightning_hybrid import Hybrid3DStrategy, materialize
 from lightning_hybrid.errors import UnsupportedError
 from tests.distributed.equality import QUIET, Trace, assert_equal, merged, must_differ, trace
 from tests.distributed.zoo import SMALL, text_rows
-from tests.ranks import run_ranks
+from tests.ranks import begin_peak_anew, run_ranks
 
 ONE_RANK = {"data_parallel_size": 1}
 DEGREES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4), (2, 2, 2)]
@@ -341,6 +341,7 @@ def growth(rank: int, device: str) -> int:
     for make in (Model, big):  # the first one to load what any run loads
         strategy = Hybrid3DStrategy(archive=None, **degrees_of(1, 1, 4))
         trainer = L.Trainer(devices=4, strategy=strategy, max_steps=1, **QUIET)
+        begin_peak_anew()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         trainer.fit(Lit(make, device), torch.utils.data.DataLoader(text_rows(), batch_size=4))
     return grown[1]
