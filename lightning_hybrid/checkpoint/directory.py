@@ -21,6 +21,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.checkpoint.format import ENTRY, META, VERSION, optimizer_key, plain_key
 from lightning_hybrid.checkpoint.planners import SharePlanner, StoredTensors
@@ -28,7 +29,17 @@ from lightning_hybrid.checkpoint.tensors import Share, Stored
 from lightning_hybrid.checkpoint.whole import begin_aside, local_path, mark_whole, put_in_place, remove, to_disk
 from lightning_hybrid.errors import CheckpointError
 
-__all__ = ["Parts", "as_shares", "divide", "on_first", "read_directory", "take_out", "write_directory", "write_parts"]
+__all__ = [
+    "Parts",
+    "as_shares",
+    "divide",
+    "on_first",
+    "read_directory",
+    "refuse_shards",
+    "take_out",
+    "write_directory",
+    "write_parts",
+]
 
 _Path = tuple[Any, ...]
 
@@ -89,14 +100,38 @@ def take_out(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[_Path,
             stored[path] = names[id(value)]
             return None
         if isinstance(value, dict):
-            walked = copy.copy(value)  # an OrderedDict keeps its attributes: torch's versions of modules
-            walked.update({key: walk(item, (*path, key)) for key, item in value.items()})
+            changed = {key: new for key, item in value.items() if (new := walk(item, (*path, key))) is not item}
+            walked = copy.copy(value) if changed else value  # an OrderedDict keeps torch's versions of modules
+            for key, new in changed.items():  # not by `update`, which a Counter adds up with
+                walked[key] = new
             return walked
         if type(value) in (list, tuple):
             return type(value)(walk(item, (*path, i)) for i, item in enumerate(value))
         return value
 
     return walk(dict(checkpoint), ()), stored, shares
+
+
+def refuse_shards(checkpoint: Mapping[str, Any]) -> None:
+    """Of what hooks, callbacks and optimizers have put into a checkpoint, none may be a rank's part of a tensor.
+
+    Raises:
+        CheckpointError: with its place in the checkpoint.
+    """
+    seen: set[int] = set()
+
+    def look(value: Any, path: _Path) -> None:
+        if isinstance(value, DTensor):
+            raise CheckpointError(
+                f"The checkpoint's {plain_key(path)} is a shard (DTensor): rank 0's would be taken for the whole. Save"
+                " value.full_tensor(), made on all ranks; for averages of the weights use Lightning's WeightAveraging."
+            )
+        if isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                look(item, (*path, key))
+
+    look(checkpoint, ())
 
 
 def write_directory(checkpoint: Mapping[str, Any], path: Any, group: dist.ProcessGroup | None = None) -> None:
@@ -204,22 +239,28 @@ def _set(container: Any, path: list[Any], value: Any) -> Any:
     return container
 
 
-def on_first(function: Callable[[], Any], path: Any, group: dist.ProcessGroup | None = None) -> Any:
+def on_first(
+    function: Callable[[], Any], path: Any, group: dist.ProcessGroup | None = None, *, doing: str = "saved"
+) -> Any:
     """Run a function on the group's first rank and return its result on all. A collective.
 
     Raises:
-        CheckpointError: on every rank, if it fails.
+        FileNotFoundError: on every rank, if it does.
+        CheckpointError: on every rank, if it fails otherwise. ``doing`` says what failed.
     """
     outcome: list[Any] = [None, None]
     if _is_first(group):
         try:
             outcome[0] = function()
         except Exception as error:
-            outcome[1] = _text(error)
+            outcome[1] = str(error) if isinstance(error, FileNotFoundError) and doing == "loaded" else _text(error)
+            outcome[0] = FileNotFoundError if isinstance(error, FileNotFoundError) else CheckpointError
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, group=group, group_src=0)
     if outcome[1] is not None:
-        raise CheckpointError(f"The checkpoint {path} could not be saved: {outcome[1]}")
+        if doing == "loaded":
+            raise outcome[0](outcome[1])
+        raise CheckpointError(f"The checkpoint {path} could not be {doing}: {outcome[1]}")
     return outcome[0]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -18,11 +19,11 @@ from lightning_hybrid.checkpoint.consolidate import (
     scatter_model_state,
     scatter_optimizer_state,
 )
-from lightning_hybrid.checkpoint.directory import divide, on_first, write_directory
+from lightning_hybrid.checkpoint.directory import divide, on_first, refuse_shards, write_directory
 from lightning_hybrid.checkpoint.files import read_checkpoint, write_file
 from lightning_hybrid.checkpoint.loader_states import add_loader_states, take_loader_states
 from lightning_hybrid.checkpoint.partial_states import warn_of_partial_states
-from lightning_hybrid.checkpoint.whole import checkpoint_to_load
+from lightning_hybrid.checkpoint.whole import absolute, checkpoint_to_load
 from lightning_hybrid.collectives import AxisCollectives
 from lightning_hybrid.errors import CheckpointError, UnsupportedError
 from lightning_hybrid.layout import Coordinate, Layout
@@ -122,6 +123,12 @@ class CheckpointHooks(AxisCollectives):
         """Whether checkpoints are written as directories."""
         return bool(self.settings.save_distributed_checkpoint)
 
+    @property
+    def _is_running(self) -> bool:
+        """Whether a Trainer will wait for what is saved in the background; after ``fit`` nobody does."""
+        module = self.lightning_module
+        return module is not None and module.trainer.state.status == TrainerStatus.RUNNING
+
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
@@ -144,7 +151,7 @@ class CheckpointHooks(AxisCollectives):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a file or a directory: each rank its own part only. All ranks read the same one. A collective."""
         self._background.wait()
-        path = on_first(lambda: checkpoint_to_load(checkpoint_path), checkpoint_path)
+        path = on_first(lambda: checkpoint_to_load(checkpoint_path), checkpoint_path, doing="loaded")
         checkpoint = read_checkpoint(path, self.checkpoint_io, weights_only)
         take_loader_states(checkpoint, self.layout, self.coordinate)
         return checkpoint
@@ -156,7 +163,8 @@ class CheckpointHooks(AxisCollectives):
         Raises:
             CheckpointError: on every rank, with the first cause; what was at the path is as it was.
         """
-        path = self.broadcast(filepath)
+        path = absolute(self.broadcast(filepath))
+        refuse_shards(checkpoint)
         if self._is_sharded and (storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO):
             raise CheckpointError(
                 f"{type(self.checkpoint_io).__name__} and storage_options write one file, and with"
@@ -166,7 +174,7 @@ class CheckpointHooks(AxisCollectives):
         add_loader_states(checkpoint, self.layout, self.coordinate)
         if not self._is_sharded:
             on_first(lambda: write_file(checkpoint, path, self.checkpoint_io, storage_options), path)
-        elif self.settings.save_distributed_checkpoint == "async":
+        elif self.settings.save_distributed_checkpoint == "async" and self._is_running:
             self._background.save(divide(checkpoint, path), path)
         else:
             write_directory(checkpoint, path)

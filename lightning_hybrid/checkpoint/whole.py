@@ -2,8 +2,8 @@
 
 A directory is whole if it has its marker, and every file that the marker lists has the size that it lists. A plain file
 is whole if its end, which torch writes last, is there. A new checkpoint takes an old one's place by two renames;
-between them the old one lies beside as ``<name>.old``, and is found there. Nothing here is a collective: one rank does
-it.
+between them the old one lies beside as ``<name>.replaced``, and is found there. Nothing here is a collective: one rank
+does it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lightning_hybrid.checkpoint.format import MARKER, META, METADATA, VERSION
 from lightning_hybrid.errors import CheckpointError
 
 __all__ = [
+    "absolute",
     "begin_aside",
     "checkpoint_to_load",
     "is_directory",
@@ -39,7 +40,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-ASIDE, OLD = ".incomplete", ".old"
+ASIDE, OLD = ".incomplete", ".replaced"
 #: Parts of names that Lightning gives to what it resumes from without having been told a path.
 LATEST_NAMES = ("last", "hpc_ckpt_", "on_exception")
 
@@ -47,7 +48,13 @@ LATEST_NAMES = ("last", "hpc_ckpt_", "on_exception")
 def local_path(path: Any) -> str:
     """Return the path that a ``file:`` URL names (Lightning writes ``file:/``, too); others, and paths, as they are."""
     text = os.fspath(path)
-    return _open(text)[1] if text.startswith("file:") else text
+    return _open(text)[1] if text.startswith("file:") else os.path.expanduser(text)
+
+
+def absolute(path: Any) -> str:
+    """Return a path that stays the same when the working directory changes; URLs as they are."""
+    text = local_path(path)
+    return text if "://" in text else os.path.abspath(text)
 
 
 def is_directory(path: Any) -> bool:
@@ -57,8 +64,16 @@ def is_directory(path: Any) -> bool:
 
 
 def begin_aside(path: Any, *, is_folder: bool) -> str:
-    """Return where to write what will be at ``path``, and make room for it: an earlier attempt is removed."""
+    """Return where to write what will be at ``path``, and make room for it: an earlier attempt is removed.
+
+    Raises:
+        CheckpointError: if there is a folder that is no checkpoint, which the new one would take the place of.
+    """
     fs, at = _open(path)
+    if fs.isdir(at) and fs.ls(at) and not any(fs.exists(f"{at}/{name}") for name in (MARKER, META, METADATA)):
+        raise CheckpointError(
+            f"there is a folder which is no checkpoint at {at}. Save to another path, or inside of it."
+        )
     aside = at + ASIDE
     remove(fs.unstrip_protocol(aside))
     fs.makedirs(aside if is_folder else os.path.dirname(at), exist_ok=True)
@@ -207,7 +222,7 @@ def checkpoint_to_load(path: Any) -> str:
 
 
 def _may_be_one(fs: Any, entry: str) -> bool:
-    """By its name. ``.old`` is one whose successor was not put in place any more."""
+    """By its name. ``.replaced`` is one whose successor was not put in place any more."""
     name = os.path.basename(entry.rstrip("/"))
     return name.removesuffix(OLD).endswith(".ckpt") or (fs.exists(f"{entry}/{MARKER}") and not name.endswith(ASIDE))
 

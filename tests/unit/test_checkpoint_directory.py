@@ -164,7 +164,7 @@ def test_a_kill_between_the_renames_loses_nothing(kind: str, tmp_path: Path, mon
     monkeypatch.undo()
     assert not path.exists()
     assert read_directory(checkpoint_to_load(path))["global_step"] == 2
-    assert latest_checkpoint(tmp_path) == f"{path}.old"
+    assert latest_checkpoint(tmp_path) == f"{path}.replaced"
     save(path, 4)
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt"]
     assert read_directory(path)["global_step"] == 4

@@ -31,14 +31,14 @@ def make_link(folder: Path) -> None:
 
 
 def stop_between_renames(folder: Path) -> None:
-    save(folder / "last.ckpt", 4).rename(folder / "last.ckpt.old")
+    save(folder / "last.ckpt", 4).rename(folder / "last.ckpt.replaced")
 
 
 LEFT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "the first one half written": (lambda folder: (folder / "last.ckpt.incomplete").mkdir(), "step=2.ckpt"),
     "between two renames": (
-        lambda folder: save(folder / "last.ckpt", 4).rename(folder / "last.ckpt.old"),
-        "last.ckpt.old",
+        lambda folder: save(folder / "last.ckpt", 4).rename(folder / "last.ckpt.replaced"),
+        "last.ckpt.replaced",
     ),
     "a link taken away": (lambda folder: None, "step=2.ckpt"),
     "a link to nothing": (make_link, "step=2.ckpt"),
@@ -68,7 +68,7 @@ def test_without_any_checkpoint_training_starts_anew(tmp_path: Path) -> None:
 
 
 def test_an_old_one_is_not_removed_before_there_is_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path / "last.ckpt", 2).rename(tmp_path / "last.ckpt.old")
+    save(tmp_path / "last.ckpt", 2).rename(tmp_path / "last.ckpt.replaced")
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -76,4 +76,4 @@ def test_an_old_one_is_not_removed_before_there_is_a_new_one(tmp_path: Path, mon
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path / "last.ckpt", 4)
-    assert found(tmp_path) == "last.ckpt.old"
+    assert found(tmp_path) == "last.ckpt.replaced"
