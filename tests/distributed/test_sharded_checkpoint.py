@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
 import lightning_hybrid.checkpoint.shares as shares
@@ -113,6 +114,7 @@ def fill_disk(rank: int, folder: Path, form: Any) -> str:
         where = "lightning_hybrid.checkpoint.files" if form is False else "torch.distributed.checkpoint.filesystem"
         pytest.MonkeyPatch().setattr(f"{where}.torch.save", full_disk)
     if form == "async":
+        trainer.state.status = TrainerStatus.RUNNING  # as within fit: saved in the background
         trainer.save_checkpoint(folder / "last.ckpt", weights_only=True)  # it shows at the next one
     with pytest.raises(CheckpointError) as refused:
         trainer.save_checkpoint(folder / "last.ckpt", weights_only=True)
