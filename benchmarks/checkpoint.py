@@ -30,6 +30,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
@@ -105,7 +106,9 @@ def measure(rank: int, layout: str, num_blocks: int, rounds: int, folder: Path) 
 
     def save_async() -> None:
         object.__setattr__(strategy.settings, "save_distributed_checkpoint", "async")
+        trainer.state.status = TrainerStatus.RUNNING  # as within fit; after it a save is waited for
         trainer.save_checkpoint(folder / "async")
+        trainer.state.status = TrainerStatus.FINISHED
         object.__setattr__(strategy.settings, "save_distributed_checkpoint", True)
 
     calls: dict[str, Callable[[], Any]] = {
