@@ -177,9 +177,7 @@ class BatchSplitter:
         """Whether a sequence with as many entries as there are samples is one of samples."""
         if said is not None or len(leaf) == 1:
             return said is not False
-        if any(
-            known.startswith(f"{name}.") for known in self._has_rows
-        ):  # it has been seen with another number of entries
+        if any(known.startswith(f"{name}.") for known in self._has_rows):  # it had another number of entries before
             return False
         kinds = {type(entry) for entry in leaf}
         is_nested = all(isinstance(entry, _SEQUENCES) and len(entry) == len(leaf) for entry in leaf)

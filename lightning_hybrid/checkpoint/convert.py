@@ -336,7 +336,8 @@ def _with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(value)
     if isinstance(value, dict):
         changed = value.copy()
-        changed.update({key: _with_tensors(item, change) for key, item in value.items()})
+        for key, item in value.items():  # not by `update`, which a Counter adds up with
+            changed[key] = _with_tensors(item, change)
         return changed
     if type(value) in (list, tuple):
         return type(value)(_with_tensors(item, change) for item in value)

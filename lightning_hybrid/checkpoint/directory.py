@@ -253,14 +253,13 @@ def on_first(
         try:
             outcome[0] = function()
         except Exception as error:
-            outcome[1] = str(error) if isinstance(error, FileNotFoundError) and doing == "loaded" else _text(error)
-            outcome[0] = FileNotFoundError if isinstance(error, FileNotFoundError) else CheckpointError
+            is_told = doing == "loaded" and isinstance(error, (CheckpointError, FileNotFoundError))
+            text = f"The checkpoint {path} could not be {doing}: {_text(error)}"
+            outcome[1] = error if is_told else CheckpointError(text)
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, group=group, group_src=0)
     if outcome[1] is not None:
-        if doing == "loaded":
-            raise outcome[0](outcome[1])
-        raise CheckpointError(f"The checkpoint {path} could not be {doing}: {outcome[1]}")
+        raise outcome[1]
     return outcome[0]
 
 

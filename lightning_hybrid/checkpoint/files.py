@@ -11,7 +11,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_hybrid.checkpoint.directory import read_directory
-from lightning_hybrid.checkpoint.whole import begin_aside, is_directory, put_in_place, remove
+from lightning_hybrid.checkpoint.whole import begin_aside, is_directory, put_in_place, remove, to_disk
 
 __all__ = ["read_checkpoint", "write_file"]
 
@@ -49,8 +49,7 @@ def write_file(checkpoint: dict[str, Any], path: Any, checkpoint_io: CheckpointI
     try:
         with open(aside, "wb") as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
+            to_disk(file)
         put_in_place(aside, path)
     except BaseException:
         remove(aside)

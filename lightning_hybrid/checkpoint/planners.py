@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     TensorWriteData,
@@ -152,30 +151,16 @@ class _MetadataUnpickler(pickle.Unpickler):
 _OTHERS = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 
 
-class _Into(LoadPlanner):
+class _Into(DefaultLoadPlanner):
     """Hands out the places of one tensor."""
 
     def __init__(self, box: Tensor) -> None:
+        super().__init__()
         self._box = box
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         places = zip(read_item.dest_offsets, read_item.lengths, strict=True)
         return self._box[tuple(slice(start, start + length) for start, length in places)]
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: it was copied to its place."""
-
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise CheckpointError(f"{read_item.storage_index.fqn!r} is not a tensor.")
-
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan

@@ -140,11 +140,12 @@ def collect(
     found: dict[Any, Any] = {}
     if rank == 0:
         found = _receive(everyone, sends, entries, device)
-    sent = [
-        dist.isend(_as_bytes(_local(entries[key]).to(device)), dst=0)
-        for key, _, source in sends
-        if source == rank and rank != 0
-    ]
+    mine = [_local(entries[key]) for key, _, source in sends if source == rank and rank != 0]
+    if device.type != "cpu":
+        for tensor in mine:  # one by one: what is offloaded does not fit on the device at once
+            dist.send(_as_bytes(tensor.to(device)), dst=0)
+        return found
+    sent = [dist.isend(_as_bytes(tensor), dst=0) for tensor in mine]
     if any(source != 0 for _, _, source in sends):
         dist.barrier()  # gloo may wait for ever for a send whose receiver dies, not for a collective
     for work in filter(None, sent):

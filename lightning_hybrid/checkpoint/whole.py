@@ -9,6 +9,7 @@ does it.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -260,7 +261,7 @@ def to_disk(file: Any) -> None:
     file.flush()
     try:
         os.fsync(file.fileno())
-    except (AttributeError, OSError):  # not a local file
+    except (AttributeError, io.UnsupportedOperation):  # not a local file
         return
 
 

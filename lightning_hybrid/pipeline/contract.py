@@ -130,11 +130,9 @@ class Rehearsal:
         finally:
             cut.inside = surrounding
         draws = before != random_mark(self.device if self.device.type == "cuda" else None)
-        return (
-            (self._verdict(found), True)
-            if self._is_clear("it draws random numbers" if draws else "")
-            else (None, False)
-        )
+        if not self._is_clear("it draws random numbers" if draws else ""):
+            return None, False
+        return self._verdict(found), True
 
     def _is_clear(self, problem: str = "") -> bool:
         """Whether no rank has a problem, this one or a failure. A collective over the world.

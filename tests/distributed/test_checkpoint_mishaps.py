@@ -14,6 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.checkpoint.convert import convert
 from lightning_hybrid.checkpoint.directory import read_directory
 from lightning_hybrid.errors import CheckpointError
 from tests.distributed.equality import QUIET
@@ -63,3 +64,7 @@ def test_nothing_is_lost(form: Any, tmp_path: Path) -> None:
     path = tmp_path / "final.ckpt"
     checkpoint = read_directory(path, False) if form else torch.load(path, weights_only=False)
     assert checkpoint["counts"] == Counter(a=3)
+    convert(path, tmp_path / "other", "directory" if form is False else "file", trusted=True)
+    other = tmp_path / "other"
+    converted = torch.load(other, weights_only=False) if form else read_directory(other, False)
+    assert converted["counts"] == Counter(a=3)

@@ -20,27 +20,14 @@ from lightning_hybrid.checkpoint.safetensors_files import TensorSpec, plan_shard
 from lightning_hybrid.errors import CheckpointError, UnsupportedError
 from tests.distributed.equality import ONE_PROCESS, QUIET, Trace, assert_equal, merged, must_differ, trace
 from tests.distributed.test_meta_device import LitMeta, Model, degrees_of
-from tests.distributed.zoo import SMALL, VOCABULARY, HuggingFace, even_rows, hugging_face, text_rows
+from tests.distributed.zoo import SMALL, ZOO, HuggingFace, even_rows, hugging_face, text_rows
 from tests.ranks import begin_peak_anew, run_ranks
 
 transformers = pytest.importorskip("transformers")
 
 KINDS = {
     "llama": hugging_face("LlamaConfig", **SMALL, num_key_value_heads=2, tie_word_embeddings=True),
-    "gpt2": hugging_face(
-        "GPT2Config",
-        vocab_size=VOCABULARY,
-        n_embd=32,
-        n_layer=4,
-        n_head=4,
-        n_positions=16,
-        use_cache=False,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
+    "gpt2": ZOO["gpt2"].make,
     "mixtral": hugging_face(
         "MixtralConfig", **SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
     ),
