@@ -85,4 +85,4 @@ def memory_lines(rows: Mapping[int, Memory], device: int | None) -> list[str]:
 def _mb(number: int | None) -> str:
     if number is None:
         return "unknown"
-    return f"{number / 1e6:,.1f}" if number >= 1e5 or not number else f"{number / 1e6:.4f}"  # of tiny models
+    return f"{number / 1e6:,.1f}" if number >= 1e7 or not number else f"{number / 1e6:.3f}"  # of small models
