@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -16,6 +17,7 @@ import pytest
 
 from examples.gpt.data import PythonTopics
 from examples.gpt.module import LitGPT
+from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.archive import Archive, Entry
 from tests.ranks import run_ranks
 
@@ -117,19 +119,38 @@ def test_one_device_is_measured_once(demo: Demo) -> None:
     assert "One device" not in demo.outputs[1]
 
 
-def test_the_quick_start_of_the_readme_runs(
+def readme_code(number: int) -> str:
+    return (ROOT / "README.md").read_text().split("```python\n")[number].split("```")[0]
+
+
+def test_the_script_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(readme_code(1))
+    command = [sys.executable, "script.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "data 1 x tensor 1 x pipeline 2" in done.stdout + done.stderr
+    assert "`max_epochs=5` reached" in done.stdout + done.stderr
+
+
+def test_the_second_example_of_the_readme_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    assert len(code.splitlines()) <= 15
+    code = readme_code(2)
     module = functools.partial(LitGPT, num_blocks=2, width=16, num_heads=2, context_length=8)
     data = functools.partial(PythonTopics, batch_size=8, context_length=8)
     quiet = {"max_steps": 2, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    monkeypatch.setattr(L, "Trainer", functools.partial(L.Trainer, **quiet, enable_model_summary=False))
+    trainer = functools.partial(L.Trainer, **quiet, enable_model_summary=False)
     monkeypatch.chdir(tmp_path)
 
     def run(rank: int) -> Any:
-        scope: dict[str, Any] = {"YourModule": module, "YourData": data}
+        lightning = SimpleNamespace(Trainer=trainer)
+        scope: dict[str, Any] = {
+            "L": lightning,
+            "Hybrid3DStrategy": Hybrid3DStrategy,
+            "YourModule": module,
+            "YourData": data,
+        }
         exec(code, scope)
         return scope["trainer"].global_step
 
