@@ -127,21 +127,28 @@ def merge_outputs(outputs: Sequence[Any], losses: Sequence[MicrobatchLoss], size
 
     Floating scalars are combined as losses are, tensors and lists with an entry for each of the ``sizes`` samples are
     joined, dicts and tuples are merged by entry, and a string or boolean that is the same everywhere is taken. Anything
-    else cannot be told (a number that is the same may be a count) and is ``None``.
+    else cannot be told (a number that is the same may be a count; an entry may be missing for some) and is ``None``.
     """
     first = outputs[0]
+    if any(type(output) is not type(first) for output in outputs):
+        return None
     if isinstance(first, dict):
-        return {key: merge_outputs([output[key] for output in outputs], losses, sizes) for key in first}
+        keys = dict.fromkeys(key for output in outputs for key in output)
+        return {key: merge_outputs([output.get(key) for output in outputs], losses, sizes) for key in keys}
     if isinstance(first, tuple):
+        if len({len(output) for output in outputs}) > 1:
+            return None
         merged = [merge_outputs(list(parts), losses, sizes) for parts in zip(*outputs, strict=True)]
         return type(first)(*merged) if hasattr(first, "_fields") else tuple(merged)
-    if isinstance(first, Tensor) and first.dim() == 0:
+    if isinstance(first, Tensor) and all(output.dim() == 0 for output in outputs):
         is_floating = first.is_floating_point()
         return combine([o.float() for o in outputs], losses).to(first.dtype) if is_floating else None
-    if isinstance(first, (list, Tensor)):
-        if [len(output) for output in outputs] != list(sizes):
-            return None
-        return torch.cat(list(outputs)) if isinstance(first, Tensor) else [x for output in outputs for x in output]
+    if isinstance(first, Tensor):
+        fits = all(output.shape == (size, *first.shape[1:]) for output, size in zip(outputs, sizes, strict=True))
+        return torch.cat(list(outputs)) if fits else None
+    if isinstance(first, list):
+        fits = [len(output) for output in outputs] == list(sizes)
+        return [x for output in outputs for x in output] if fits else None
     is_plain = isinstance(first, (str, bytes, bool))
     return first if is_plain and all(output == first for output in outputs) else None
 

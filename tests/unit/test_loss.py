@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -204,3 +205,19 @@ def test_what_a_step_returns_beside_the_loss_is_that_of_the_batch_or_nothing() -
     assert merged.pop("rows")[:, 0].tolist() == [2.0, 2.0, 1.0] and len(merged.pop("pair")[0]) == 3
     assert merged.pop("names") == ["a"] * 3 and merged.pop("tag") == "same"
     assert set(merged.values()) == {None}, merged
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"a": torch.zeros(2)}, {"b": torch.zeros(1)}),
+        ({"a": torch.zeros(2, 3)}, {"a": torch.zeros(1, 4)}),
+        ({"a": torch.tensor(1.0)}, {"a": torch.zeros(1)}),
+        ({"a": (torch.zeros(2), 1)}, {"a": (torch.zeros(1),)}),
+        ({"a": [1, 2]}, {"a": torch.zeros(1)}),
+    ],
+    ids=["keys", "shapes", "dimensions", "lengths", "types"],
+)
+def test_what_differs_between_microbatches_is_none(first: Any, second: Any) -> None:
+    losses = [MicrobatchLoss(value=torch.ones(()), weight=weight, rule="samples") for weight in (2.0, 1.0)]
+    assert set(merge_outputs([first, second], losses, (2, 1)).values()) == {None}
