@@ -8,9 +8,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_hybrid.callbacks.loggers import log_picture
 from lightning_hybrid.callbacks.measurement import Measurement, has_marks
 from lightning_hybrid.metrics.bubble import Bubble, measure_bubble
-from lightning_hybrid.pipeline.timeline import Timeline, mean_durations, simulate, table_of
+from lightning_hybrid.pipeline.timeline import Timeline, ideal_of, table_of
 from lightning_hybrid.recorder import RecordedStep, gather_timelines
 
 __all__ = ["BubbleRatio"]
@@ -44,16 +45,29 @@ class BubbleRatio(Measurement):
     Args:
         every_n_steps: see :class:`~lightning_hybrid.callbacks.measurement.Measurement`.
         num_warmup_steps: likewise.
+        prog_bar: likewise; the main figure is ``bubble/measured``.
         picture: whether to draw.
     """
 
-    def __init__(self, *, every_n_steps: int | None = None, num_warmup_steps: int = 2, picture: bool = True) -> None:
-        super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps)
+    in_prog_bar = ("bubble/measured",)
+    in_history = ("bubble/measured", "bubble/ideal")
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int | None = None,
+        num_warmup_steps: int = 2,
+        prog_bar: bool = False,
+        picture: bool = True,
+    ) -> None:
+        super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps, prog_bar=prog_bar)
         self.picture = picture
         self.picture_path: Path | None = None
         """Where the picture lies, on global rank 0."""
         self._folder = Path()
-        self._pictured: tuple[int, Timeline, Timeline] | None = None
+        self.timeline: Timeline | None = None
+        """The marks of rank 0's pipeline in the latest measured step, on global rank 0; ``None`` before that."""
+        self._timeline_step = 0
 
     @override
     def is_active(self, trainer: Trainer) -> bool:
@@ -76,40 +90,34 @@ class BubbleRatio(Measurement):
         everyone: list[list[Bubble]] = strategy.all_gather_object(bubbles)
         self._measured = step.index
         self.publish(trainer, summarize(everyone))
-        if self.picture and trainer.is_global_zero:
-            first = self._pictured is None
-            durations = mean_durations(mark for marks in timelines[-1].values() for mark in marks)
-            ideal = simulate(table_of(timelines[-1]), durations)
-            self._pictured = steps[-1].index, timelines[-1], ideal
-            if first:
+        if trainer.is_global_zero:
+            first = self.timeline is None
+            self.timeline, self._timeline_step = timelines[-1], steps[-1].index
+            if first and self.picture:
                 self._draw(trainer)
 
     def _draw(self, trainer: Trainer) -> None:
         from lightning_hybrid.pipeline.picture import draw_timeline  # matplotlib takes a second to import
 
-        assert self._pictured is not None
+        assert self.timeline is not None
         strategy: Any = trainer.strategy
-        index, measured, ideal = self._pictured
-        figure = draw_timeline(measured, ideal, title=f"{strategy.schedule}, {strategy.layout}, step {index}")
+        title = f"{strategy.schedule}, {strategy.layout}, step {self._timeline_step}"
+        figure = draw_timeline(self.timeline, ideal_of(self.timeline), title=title)
         self._folder.mkdir(parents=True, exist_ok=True)
         self.picture_path = self._folder / "timeline.png"
         figure.savefig(self.picture_path)
-        for logger in trainer.loggers:
-            experiment: Any = getattr(logger, "experiment", None)
-            if hasattr(logger, "log_image"):  # W&B
-                logger.log_image(key="bubble/timeline", images=[str(self.picture_path)], step=trainer.global_step)
-            elif hasattr(experiment, "add_figure"):  # TensorBoard
-                experiment.add_figure("bubble/timeline", figure, global_step=trainer.global_step)
+        log_picture(trainer.loggers, "bubble/timeline", self.picture_path, figure, trainer.global_step)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        self.timeline = None
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # a collective: not on rank 0 alone
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        if self._pictured is not None and trainer.is_global_zero:
+        if self.timeline is not None and self.picture and trainer.is_global_zero:
             self._draw(trainer)
 
 

@@ -17,7 +17,14 @@ from typing_extensions import override
 from lightning_hybrid.archive import Archive, Entry, Fingerprint, Result, fingerprint_module
 from lightning_hybrid.archive.entry import new_id, now
 from lightning_hybrid.callbacks.measurement import Measurement
-from lightning_hybrid.callbacks.run_entry import build_batch, build_entry, judge, latest_values, rates
+from lightning_hybrid.callbacks.run_entry import (
+    build_batch,
+    build_entry,
+    estimated_memory,
+    judge,
+    latest_values,
+    rates,
+)
 from lightning_hybrid.callbacks.scaling_efficiency import count_samples, count_tokens, gather, layout_of
 from lightning_hybrid.errors import ArchiveError
 from lightning_hybrid.metrics.throughput import Throughput, count_once
@@ -81,6 +88,7 @@ class ConfigArchive(Measurement):
         self._pending = (0, 0)
         self._counts = (0.0, 0, 0, 0)
         self._losses: tuple[Any, Any] = (None, None)
+        self._memory: dict[str, float] | None = None
         self._warned = False
 
     @property
@@ -99,7 +107,7 @@ class ConfigArchive(Measurement):
             # Once for each module: it is whole only before its first strategy has cut it.
             self._fingerprint, self._module = fingerprint_module(pl_module), weakref.ref(pl_module)
         self._first_batch, self._losses = None, (None, None)
-        self._pending, self._counts = (0, 0), (0.0, 0, 0, 0)
+        self._pending, self._counts, self._memory = (0, 0), (0.0, 0, 0, 0), None
         time = now()
         entry_id = trainer.strategy.broadcast(new_id(self._fingerprint, time))
         self.entry = build_entry(trainer, self._fingerprint, entry_id, time)
@@ -186,7 +194,9 @@ class ConfigArchive(Measurement):
         """Add up what all ranks counted and write it. A collective over the world."""
         device = trainer.strategy.root_device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        ranks = gather(trainer, (*self._counts, peak))
+        if self._memory is None:
+            self._memory = estimated_memory(trainer)
+        ranks = gather(trainer, (*self._counts, peak, self._memory))
         if not trainer.is_global_zero or self.entry is None:
             return
         layout = layout_of(trainer)
@@ -201,6 +211,7 @@ class ConfigArchive(Measurement):
             self.entry.result,
             num_steps=self._num_steps(trainer),
             peak_memory_bytes=max(rank[4] for rank in ranks) or None,
+            memory=max((rank[5] for rank in ranks), key=lambda parts: sum(parts.values())),
             first_loss=self._loss(trainer, 0),
             last_loss=self._loss(trainer, 1),
             **rates(throughput),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_hybrid.callbacks.loggers import log_values
 from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.metrics.history import History
 from lightning_hybrid.recorder import RecordedStep, StepRecorder
 
 __all__ = ["Measurement"]
@@ -27,16 +29,26 @@ class Measurement(Callback):
         every_n_steps: optimizer steps between measurements; ``None`` takes the Trainer's ``log_every_n_steps``, 0 never
             measures.
         num_warmup_steps: first optimizer steps that never count (lazy initialisation, compilation, caches).
+        prog_bar: whether the progress bar shows the callback's main figure too (then it is also among the Trainer's
+            ``callback_metrics``).
     """
 
-    def __init__(self, *, every_n_steps: int | None = None, num_warmup_steps: int = 2) -> None:
+    in_prog_bar: ClassVar[tuple[str, ...]] = ()
+    """Keys of the main figure: the first that was measured is shown."""
+    in_history: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the keys whose course over the run is kept."""
+
+    def __init__(self, *, every_n_steps: int | None = None, num_warmup_steps: int = 2, prog_bar: bool = False) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("num_warmup_steps", num_warmup_steps)):
             if value is not None and value < 0:
                 raise ConfigurationError(f"{name}={value} must not be negative.")
         self.every_n_steps = every_n_steps
         self.num_warmup_steps = num_warmup_steps
+        self.prog_bar = prog_bar
         self.latest: dict[str, float] = {}
         """The values that were logged last."""
+        self.history = History()
+        """Values of the run, for pictures and the archive; at most 65 steps, evenly spaced."""
         self._first_step = 0
         self._measured = 0
 
@@ -62,9 +74,11 @@ class Measurement(Callback):
     def publish(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         """Send values to every logger of the Trainer, from global rank 0."""
         self.latest = dict(values)
+        self.history.add(
+            trainer.global_step, {key: value for key, value in values.items() if key.startswith(self.in_history)}
+        )
         if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics(self.latest, step=trainer.global_step)
+            log_values(trainer.loggers, self.latest, trainer.global_step)
 
     def on_step(self, trainer: Trainer, step: RecordedStep) -> None:
         """Called on every rank when an optimizer step has ended."""
@@ -72,6 +86,7 @@ class Measurement(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = self._measured = trainer.global_step
+        self.history = History()
         self.recorder(trainer).begin(trainer)
 
     @override
@@ -79,8 +94,14 @@ class Measurement(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = self.recorder(trainer).end_batch(trainer)
-        if step is not None and self.is_active(trainer):
-            self.on_step(trainer, step)
+        if step is None or not self.is_active(trainer):
+            return
+        before = self.latest
+        self.on_step(trainer, step)
+        if self.prog_bar and self.latest is not before:
+            key = next((key for key in self.in_prog_bar if key in self.latest), None)
+            if key is not None:
+                pl_module.log(key, self.latest[key], prog_bar=True, logger=False, batch_size=1)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

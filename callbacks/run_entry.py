@@ -20,12 +20,13 @@ from lightning_hybrid.archive import (
     detect_software,
 )
 from lightning_hybrid.archive.entry import Status
+from lightning_hybrid.archive.record import write_history, write_timeline
 from lightning_hybrid.archive.surroundings import redact
 from lightning_hybrid.callbacks.measurement import Measurement
 from lightning_hybrid.callbacks.scaling_efficiency import layout_of
 from lightning_hybrid.metrics.throughput import Throughput
 
-__all__ = ["build_batch", "build_entry", "judge", "latest_values", "rates"]
+__all__ = ["build_batch", "build_entry", "estimated_memory", "judge", "latest_values", "rates"]
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -99,6 +100,13 @@ def build_training(trainer: Trainer) -> Training:
     )
 
 
+def estimated_memory(trainer: Trainer) -> dict[str, float]:
+    """Return the bytes that a step needs on this rank, by what they are for; nothing under other strategies."""
+    strategy: Any = trainer.strategy
+    parts = (strategy.describe()["memory"] if hasattr(strategy, "take_marks") else None) or {}
+    return {name: float(value) for name, value in parts.items() if value and name != "host"}
+
+
 def rates(throughput: Throughput) -> dict[str, Any]:
     """Return the fields of a Result that follow from the throughput; nothing where no step was timed."""
     if not throughput.num_steps:
@@ -121,11 +129,22 @@ def latest_values(trainer: Trainer) -> dict[str, Any]:
         if isinstance(callback, Measurement) and isinstance(latest, dict):
             values |= latest
     prefixes = {"breakdown": "step", "bubble": "bubble/", "scaling": "scaling/"}
-    found = {
+    found: dict[str, Any] = {
         field: {key: float(value) for key, value in values.items() if key.startswith(prefix)}
         for field, prefix in prefixes.items()
     }
+    found |= course(trainer)
     return {field: kept for field, kept in found.items() if kept}
+
+
+def course(trainer: Trainer) -> dict[str, dict[str, str]]:
+    """Return what the other callbacks saw over the run, and their picture of a step, by field of a Result."""
+    measurements = [callback for callback in trainer.callbacks if isinstance(callback, Measurement)]  # type: ignore[attr-defined]
+    timelines = (getattr(measurement, "timeline", None) for measurement in measurements)
+    return {
+        "history": write_history(row for measurement in measurements for row in measurement.history.rows if row[1]),
+        "timeline": write_timeline(next(filter(None, timelines), {})),
+    }
 
 
 def judge(exception: BaseException) -> tuple[Status, str]:

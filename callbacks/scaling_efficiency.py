@@ -63,7 +63,11 @@ class ScalingEfficiency(Measurement):
             of its first integer tensor of two dimensions (``input_ids``, where there is that name).
         every_n_steps: see :class:`~lightning_hybrid.callbacks.measurement.Measurement`.
         num_warmup_steps: likewise.
+        prog_bar: likewise; the main figure is ``throughput/tokens_per_s``, or samples without tokens.
     """
+
+    in_prog_bar = ("throughput/tokens_per_s", "throughput/samples_per_s")
+    in_history = ("throughput/samples_per_s", "throughput/tokens_per_s", "scaling/efficiency")
 
     def __init__(
         self,
@@ -72,8 +76,9 @@ class ScalingEfficiency(Measurement):
         tokens: int | Callable[[Any], int] | str = "auto",
         every_n_steps: int | None = None,
         num_warmup_steps: int = 2,
+        prog_bar: bool = False,
     ) -> None:
-        super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps)
+        super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps, prog_bar=prog_bar)
         if isinstance(tokens, str) and tokens != "auto":
             raise ConfigurationError(f'tokens={tokens!r} must be "auto", a number for each sample, or a function.')
         self.baseline = baseline

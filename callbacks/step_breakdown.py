@@ -60,6 +60,7 @@ class StepBreakdown(Measurement):
     Args:
         every_n_steps: see :class:`~lightning_hybrid.callbacks.measurement.Measurement`.
         num_warmup_steps: likewise.
+        prog_bar: likewise; the main figure is ``step/time_s``.
         profile_every: measurements from one that profiles to the next; between them the latest shares hold. 0 never
             profiles: collectives inside of actions then count as ``compute``.
 
@@ -67,8 +68,18 @@ class StepBreakdown(Measurement):
         ConfigurationError: if a number is negative.
     """
 
-    def __init__(self, *, every_n_steps: int | None = None, num_warmup_steps: int = 2, profile_every: int = 10) -> None:
-        super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps)
+    in_prog_bar = ("step/time_s",)
+    in_history = ("step/",)
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int | None = None,
+        num_warmup_steps: int = 2,
+        prog_bar: bool = False,
+        profile_every: int = 10,
+    ) -> None:
+        super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps, prog_bar=prog_bar)
         if profile_every < 0:
             raise ConfigurationError(f"profile_every={profile_every} must not be negative; 0 never profiles.")
         self.profile_every = profile_every

@@ -36,10 +36,10 @@ def read_records(path: Path) -> Iterator[bytes]:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """Return ``{"history": [row, ...], "config": {...}, "files": [name, ...]}`` of a run file."""
+    """Return what a run file holds: rows of history, config, names of files, definitions of metrics, the summary."""
     from wandb.proto import wandb_internal_pb2
 
-    run: dict[str, Any] = {"history": [], "config": {}, "files": []}
+    run: dict[str, Any] = {"history": [], "config": {}, "files": [], "metrics": {}, "summary": {}}
     for data in read_records(path):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
@@ -49,6 +49,11 @@ def read_run(path: Path) -> dict[str, Any]:
             run["history"].append(row)
         elif kind == "config":
             run["config"] |= {item.key: json.loads(item.value_json) for item in record.config.update}
+        elif kind == "metric":
+            run["metrics"][record.metric.name or record.metric.glob_name] = record.metric
+        elif kind == "summary":
+            for item in record.summary.update:
+                run["summary"][item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
         elif kind == "files":
             run["files"] += [item.path for item in record.files.files]
     return run

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
-REVISION = 0
+REVISION = 1
 
 Status = Literal["running", "ok", "interrupted", "oom", "failed"]
 Scalar = bool | int | float | str | None
@@ -163,6 +163,12 @@ class Result:
     """Loss of the first ``training_step``."""
     last_loss: float | None = None
     """Loss of the latest ``training_step``."""
+    history: dict[str, str] = field(default_factory=dict)
+    """What the callbacks measured over the run: see :func:`~lightning_hybrid.archive.record.read_history`."""
+    timeline: dict[str, str] = field(default_factory=dict)
+    """One measured step of a pipeline: see :func:`~lightning_hybrid.archive.record.read_timeline`."""
+    memory: dict[str, float] = field(default_factory=dict)
+    """Bytes by what they are for on the rank that needs most, as estimated at set-up."""
 
     @property
     def is_good(self) -> bool:

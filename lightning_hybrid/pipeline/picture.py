@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_hybrid.metrics.breakdown import Span, spans_of_marks
 from lightning_hybrid.metrics.bubble import idle_share
+from lightning_hybrid.pipeline.boxes import LOOKS, boxes_of, look_of, row_name
 from lightning_hybrid.pipeline.timeline import ACTIONS, COMPUTE, Mark, window
 
 if TYPE_CHECKING:
@@ -17,29 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["draw_timeline"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Look:
-    """How one kind of box is drawn."""
-
-    label: str
-    """In the legend."""
-    colour: str
-    """Of the box."""
-    text: str = "white"
-    """Of the micro-batch's number in it."""
-
-
-#: By kind of mark, and by part of a step for what is no action; in the order of the legend.
-LOOKS = {
-    "F": Look(label="forward", colour="#2f6fb5"),
-    "PROLOGUE": Look(label="forward, before the stage's first block", colour="#a9c8e8", text="#333333"),
-    "B": Look(label="backward", colour="#2e8b6f"),
-    "I": Look(label="backward, input", colour="#2e8b6f"),
-    "W": Look(label="backward, weight", colour="#8fcdb0", text="#333333"),
-    "optimizer": Look(label="optimizer", colour="#7d5ba6"),
-    "communication": Look(label="exposed communication", colour="#e8883a"),
-    "bubble": Look(label="idle (bubble)", colour="#e4e4e4"),
-}
 _BOX = 0.8  # of a row
 
 
@@ -106,14 +82,15 @@ def _draw_panel(
 ) -> set[str]:
     """Draw one timeline; returns the kinds of boxes that it has."""
     (origin, end), used, boxes = window(timeline), {"bubble"}, _Boxes(axes, unit)
-    ranks = sorted(timeline)
+    ranks, drawn = sorted(timeline), boxes_of(timeline)
     for row, rank in enumerate(ranks):
-        marks = timeline[rank]
+        marks = drawn[rank]
         stages = sorted({mark.stage for mark in marks if mark.kind in ACTIONS})
         boxes.add(row, LOOKS["bubble"].colour, 0.0, end - origin)  # what nothing covers is idle
-        for kind, start, stop in _between_actions(marks, timeline.values()):
-            used.add(kind)
-            boxes.add(row, LOOKS[kind].colour, start - origin, stop - origin)
+        for mark in marks:
+            if mark.kind not in COMPUTE and (kind := look_of(mark.kind)) in LOOKS:
+                used.add(kind)
+                boxes.add(row, LOOKS[kind].colour, mark.start - origin, mark.end - origin)
         for mark in marks:
             if mark.kind in COMPUTE:
                 used.add(mark.kind)
@@ -124,7 +101,7 @@ def _draw_panel(
                 colour = _lighten(look.colour, place, len(stages))
                 boxes.add(row, colour, mark.start - origin, mark.end - origin, number, look.text)
     boxes.draw()
-    names = [_row_name(rank, timeline[rank]) for rank in ranks]
+    names = [row_name(rank, timeline[rank]) for rank in ranks]
     axes.set_yticks(range(len(ranks)), names, fontsize=9)
     axes.set_ylim(max(1, len(ranks)) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -164,28 +141,11 @@ class _Boxes:
             )
 
 
-def _between_actions(marks: Sequence[Mark], everyone: Iterable[Sequence[Mark]]) -> list[tuple[str, float, float]]:
-    """Return what a rank did beside its actions, as (kind of box, start, end)."""
-    spans = [span for span in spans_of_marks(marks, pipeline=everyone) if span.part not in ("compute", "bubble")]
-    return [(_kind_of_box(span), span.start, span.end) for span in spans]
-
-
-def _kind_of_box(span: Span) -> str:
-    return "communication" if span.part.startswith("communication") else span.part
-
-
 def _lighten(colour: str, place: int, num_stages: int) -> tuple[float, float, float]:
     """Mix a colour with white: the later stages of a rank are lighter, so that virtual stages can be told apart."""
     share = 0.0 if num_stages < 2 else 0.38 * place / (num_stages - 1)
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return red + (1 - red) * share, green + (1 - green) * share, blue + (1 - blue) * share
-
-
-def _row_name(rank: int, marks: Sequence[Mark]) -> str:
-    stages = sorted({mark.stage for mark in marks if mark.kind in ACTIONS})
-    if stages == [rank]:
-        return f"stage {rank}"
-    return f"rank {rank}: stages {', '.join(map(str, stages))}"
 
 
 def _draw_legend(figure: Figure, used: set[str]) -> None:

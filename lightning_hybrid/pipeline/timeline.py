@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_hybrid.errors import PipelineError
 from lightning_hybrid.pipeline.schedule import Action, Kind, Table
 
-__all__ = ["ACTIONS", "COMPUTE", "Mark", "Timeline", "mean_durations", "simulate", "split_runs", "table_of", "window"]
+__all__ = [
+    "ACTIONS",
+    "COMPUTE",
+    "Mark",
+    "Timeline",
+    "ideal_of",
+    "mean_durations",
+    "simulate",
+    "split_runs",
+    "table_of",
+    "window",
+]
 
 #: Kinds of marks that are actions of the schedule.
 ACTIONS = frozenset(kind.value for kind in Kind)
@@ -134,6 +145,15 @@ def simulate(table: Table, durations: Mapping[tuple[str, int], float], *, transf
         text = ", ".join(f"rank {rank} at {stage}{kind}{mb}" for rank, (kind, stage, mb, *_) in stuck.items())
         raise PipelineError(f"The schedule's table waits for itself: {text}. Change the order of the actions.")
     return timeline
+
+
+def ideal_of(timeline: Mapping[int, Sequence[Mark]]) -> Timeline:
+    """Return an ideal run of what a timeline ran, in its order and with its mean action times.
+
+    Raises:
+        PipelineError: if the order waits for itself, as no measured one does.
+    """
+    return simulate(table_of(timeline), mean_durations(mark for marks in timeline.values() for mark in marks))
 
 
 def _need(kind: str, stage: int, microbatch: int, last_stage: int) -> _Key | None:

@@ -170,6 +170,13 @@ def test_csv_and_one_wandb_run_hold_the_values(run_ranks: Ranks, tmp_path: Path)
     assert steps == {4, 5, 10}  # the second step after two of warm-up, then every fifth
     assert logged["bubble/timeline._type"] == "images/separated"
     assert (tmp_path / "csv" / "version_0" / "timeline.png").stat().st_size > 10_000
+    for key in keys - {"train_loss"}:  # each key of ours has the Trainer's step as its axis ...
+        assert run["metrics"][key].step_metric == "trainer/global_step", key
+    for key, best in (("step/time_s", min), ("throughput/samples_per_s", max)):  # ... and a summary
+        values = [row[key] for row in run["history"] if key in row]
+        expected = {best.__name__: best(values), "mean": statistics.mean(values), "last": values[-1]}
+        assert run["summary"][key] == pytest.approx(expected), key
+    assert run["summary"]["throughput/batch_size"] == 16
 
 
 # ---- all axes at once -----------------------------------------------------------------------------------------------
@@ -254,8 +261,17 @@ def test_one_device_has_no_bubble_and_no_communication(tmp_path: Path, run_ranks
 
 
 def run_on_one(rank: int, folder: Path) -> list[dict[str, float]]:
-    callbacks = [StepBreakdown(every_n_steps=5), BubbleRatio(every_n_steps=5), ScalingEfficiency(50.0, every_n_steps=5)]
-    build_trainer((1, 1, 1), folder, list(callbacks)).fit(Words([Block(16)]), loader(12))
+    callbacks = [
+        StepBreakdown(every_n_steps=5),
+        BubbleRatio(every_n_steps=5, prog_bar=True),
+        ScalingEfficiency(50.0, every_n_steps=5, prog_bar=True),
+    ]
+    trainer = build_trainer((1, 1, 1), folder, list(callbacks))
+    trainer.fit(Words([Block(16)]), loader(12))
+    shown = trainer.progress_bar_metrics
+    assert shown.keys() == {"bubble/measured", "throughput/tokens_per_s"}  # what was asked for
+    rates = [values["throughput/tokens_per_s"] for _, values in callbacks[2].history.rows]
+    assert shown["throughput/tokens_per_s"] == pytest.approx(rates[-2])  # the last one comes when all is over
     return [callback.latest for callback in callbacks]
 
 
