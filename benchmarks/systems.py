@@ -1,6 +1,7 @@
-"""The work of :mod:`benchmarks.work` on each system: ``python -m benchmarks.systems NAME`` prints one JSON line.
+"""The work of :mod:`benchmarks.work` on one system: ``python -m benchmarks.systems NAME [RANKS]`` prints a JSON line.
 
-Several processes: ``torchrun --nproc_per_node 2 -m benchmarks.systems torch-pp``. ``deepspeed-pp`` needs deepspeed.
+``torch-pp`` and ``deepspeed-*`` do not start their processes themselves:
+``torchrun --nproc_per_node 2 -m benchmarks.systems torch-pp``. Peers are those of ``../shared/peers/peer_steps.py``.
 """
 
 from __future__ import annotations
@@ -36,18 +37,43 @@ from benchmarks.work import (
 from lightning_hybrid import Hybrid3DStrategy
 
 
-def report(seconds: list[float], loss: float | None) -> None:
-    """Print the median of the steps after warm-up, in milliseconds, and the last loss."""
-    print(json.dumps({"step_ms": 1e3 * statistics.median(seconds[NUM_WARMUP:]), "loss": loss}), flush=True)
+class Times:
+    """Clock and processor time of each step of this process."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.busy: list[float] = []
+
+    def start(self) -> None:
+        self._start = time.perf_counter(), time.process_time()
+
+    def stop(self) -> None:
+        self.seconds.append(time.perf_counter() - self._start[0])
+        self.busy.append(time.process_time() - self._start[1])
 
 
-def time_steps(step: Step) -> tuple[list[float], float | None]:
-    seconds, loss = [], None
+def report(times: Times, loss: float | None, *, prints: bool) -> None:
+    """Print medians of the steps after warm-up in ms: by the clock, and of processor time, all ranks added up.
+
+    A collective over all ranks.
+    """
+    busy = statistics.median(times.busy[NUM_WARMUP:])
+    everyone = [busy]
+    if dist.is_initialized():
+        everyone = [0.0] * dist.get_world_size()
+        dist.all_gather_object(everyone, busy)
+    if prints:
+        step = statistics.median(times.seconds[NUM_WARMUP:])
+        print(json.dumps({"step_ms": 1e3 * step, "processor_ms": 1e3 * sum(everyone), "loss": loss}), flush=True)
+
+
+def time_steps(step: Step) -> tuple[Times, float | None]:
+    times, loss = Times(), None
     for batch in rows().split(BATCH_SIZE):
-        start = time.perf_counter()
+        times.start()
         loss = step(batch)
-        seconds.append(time.perf_counter() - start)
-    return seconds, loss
+        times.stop()
+    return times, loss
 
 
 # ---- ours ----------------------------------------------------------------------------------------------------------
@@ -57,18 +83,17 @@ class StepTimer(L.Callback):
     """Times whole batches, hooks included."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self.times = Times()
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self._start = time.perf_counter()
+        self.times.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         self.loss = float(outputs["loss"])
-        self.seconds.append(time.perf_counter() - self._start)
+        self.times.stop()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.is_global_zero:
-            report(self.seconds, self.loss)
+        report(self.times, self.loss, prints=trainer.is_global_zero)
 
 
 def fit(strategy: Any, num_devices: int, module: L.LightningModule, batch_size: int) -> None:
@@ -98,11 +123,16 @@ TP_PLAN = {
 }
 
 
-def hybrid(**options: Any) -> None:
+def hybrid(axis: str, **options: Any) -> None:
+    """Ours, with all ranks along one axis."""
     L.seed_everything(0, verbose=False)
-    data = options.get("data_parallel_size", 1)
-    degrees = {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, **options}
-    fit(Hybrid3DStrategy(archive=None, start_method="fork", **degrees), 2, LitGPT(), BATCH_SIZE // data)
+    sizes = {f"{name}_parallel_size": NUM_RANKS if name == axis else 1 for name in ("data", "tensor", "pipeline")}
+    strategy = Hybrid3DStrategy(archive=None, start_method="fork", **sizes, **options)
+    fit(strategy, NUM_RANKS, LitGPT(), BATCH_SIZE // sizes["data_parallel_size"])
+
+
+def replicas() -> None:
+    hybrid("data", replicate_size=NUM_RANKS)
 
 
 # ---- peers ---------------------------------------------------------------------------------------------------------
@@ -142,38 +172,46 @@ def torch_pipeline() -> None:
         optimizer.zero_grad()
         return float(torch.stack(losses).mean()) if losses else None
 
-    seconds, loss = time_steps(step)
-    if rank == num_ranks - 1:
-        report(seconds, loss)
-    dist.barrier()
+    report(*time_steps(step), prints=rank == num_ranks - 1)
     dist.destroy_process_group()
 
 
-def deepspeed_pipeline() -> None:
+def deepspeed(kind: str) -> None:
+    """DeepSpeed's pipeline ("pp"), or its sharding of optimizer states ("zero1") and of everything ("zero3")."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
+    import deepspeed as ds
     from deepspeed.pipe import PipelineModule
 
-    deepspeed.init_distributed(dist_backend="gloo")
+    ds.init_distributed(dist_backend="gloo")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     L.seed_everything(0, verbose=False)
     gpt = GPT()
-    module = PipelineModule([gpt.embed, *gpt.blocks, gpt.head], num_stages=dist.get_world_size(), loss_fn=loss_of)
-    config = {
+    config: dict[str, Any] = {
         "train_batch_size": BATCH_SIZE,
-        "train_micro_batch_size_per_gpu": BATCH_SIZE // NUM_MICROBATCHES,
-        "gradient_accumulation_steps": NUM_MICROBATCHES,
         "steps_per_print": 10**6,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    if kind == "pp":
+        module: Any = PipelineModule([gpt.embed, *gpt.blocks, gpt.head], num_stages=num_ranks, loss_fn=loss_of)
+        size = BATCH_SIZE // NUM_MICROBATCHES
+        config |= {"train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": NUM_MICROBATCHES}
+    else:
+        module, stage = gpt, {"stage": int(kind.removeprefix("zero"))}
+        config |= {"train_micro_batch_size_per_gpu": BATCH_SIZE // num_ranks, "zero_optimization": stage}
+    engine, *_ = ds.initialize(model=module, model_parameters=list(module.parameters()), config=config)
 
-    def step(batch: Tensor) -> float:
+    def pipelined(batch: Tensor) -> float:
         pieces = batch.split(BATCH_SIZE // NUM_MICROBATCHES)
         return float(engine.train_batch((piece[:, :-1].contiguous(), piece[:, 1:].contiguous()) for piece in pieces))
 
-    seconds, loss = time_steps(step)
-    if dist.get_rank() == 0:
-        report(seconds, loss)
+    def sharded(batch: Tensor) -> float:
+        own = batch.chunk(num_ranks)[rank]
+        loss = loss_of(engine(own[:, :-1]), own[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        return float(loss)
+
+    report(*time_steps(pipelined if kind == "pp" else sharded), prints=rank == 0)
 
 
 def lightning(kind: str) -> None:
@@ -197,29 +235,34 @@ def lightning(kind: str) -> None:
 
     L.seed_everything(0, verbose=False)
     if kind == "ddp":
-        fit("ddp", 2, LitGPT(), BATCH_SIZE // 2)
+        fit("ddp", NUM_RANKS, LitGPT(), BATCH_SIZE // NUM_RANKS)
     else:
-        sizes = (1, 2) if kind == "tp" else (2, 1)
-        fit(ModelParallelStrategy(*sizes), 2, Parallel(), BATCH_SIZE // sizes[0])
+        sizes = (1, NUM_RANKS) if kind == "tp" else (NUM_RANKS, 1)
+        fit(ModelParallelStrategy(*sizes), NUM_RANKS, Parallel(), BATCH_SIZE // sizes[0])
 
 
-def pipeline(schedule: str) -> None:
-    hybrid(pipeline_parallel_size=2, num_microbatches=NUM_MICROBATCHES, schedule=schedule)
-
-
+#: ``hybrid3d:pipeline`` is 1F1B, the schedule of the peers.
+SCHEDULES = ("Eager1F1B", "Interleaved1F1B", "ZBVZeroBubble", "auto")
+pipeline = partial(hybrid, "pipeline", num_microbatches=NUM_MICROBATCHES)
 SYSTEMS: dict[str, Callable[[], None]] = {
     "one-process": one_process,
     "torch-pp": torch_pipeline,
-    "deepspeed-pp": deepspeed_pipeline,
-    **{
-        f"hybrid3d:{n}": partial(pipeline, n) for n in ("1F1B", "Eager1F1B", "Interleaved1F1B", "ZBVZeroBubble", "auto")
-    },
+    **{f"deepspeed-{kind}": partial(deepspeed, kind) for kind in ("pp", "zero1", "zero3")},
     **{f"lightning-{kind}": partial(lightning, kind) for kind in ("ddp", "fsdp2", "tp")},
-    "hybrid3d:data": partial(hybrid, data_parallel_size=2, replicate_size=2),
-    "hybrid3d:sharded": partial(hybrid, data_parallel_size=2),
-    "hybrid3d:tensor": partial(hybrid, tensor_parallel_size=2, tp_plan=TP_PLAN, loss_parallel=True),
+    "hybrid3d:one": partial(hybrid, "data"),
+    "hybrid3d:data": replicas,
+    "hybrid3d:sharded": partial(hybrid, "data"),
+    "hybrid3d:tensor": partial(hybrid, "tensor", tp_plan=TP_PLAN, loss_parallel=True),
+    "hybrid3d:pipeline": partial(pipeline, schedule="1F1B"),
+    **{f"hybrid3d:{schedule}": partial(pipeline, schedule=schedule) for schedule in SCHEDULES},
 }
+#: Systems whose processes torchrun starts.
+BY_TORCHRUN = ("torch-pp", "deepspeed-pp", "deepspeed-zero1", "deepspeed-zero3")
+#: Systems of one process.
+ALONE = ("one-process", "hybrid3d:one")
+NUM_RANKS = 2
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    NUM_RANKS = 1 if sys.argv[1] in ALONE else int(sys.argv[2]) if len(sys.argv) > 2 else 2
     SYSTEMS[sys.argv[1]]()

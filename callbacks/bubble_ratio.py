@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_hybrid.callbacks.loggers import log_picture
 from lightning_hybrid.callbacks.measurement import Measurement, has_marks
 from lightning_hybrid.metrics.bubble import Bubble, measure_bubble
-from lightning_hybrid.pipeline.timeline import Timeline, ideal_of, table_of
+from lightning_hybrid.pipeline.timeline import COMPUTE, Timeline, ideal_of, table_of
 from lightning_hybrid.recorder import RecordedStep, gather_timelines
 
 __all__ = ["BubbleRatio"]
@@ -33,6 +33,7 @@ class BubbleRatio(Measurement):
     ``bubble/overhead``         ``measured`` - ``ideal``: messages, jitter, the runtime between actions
     ``bubble/worst``            ``measured`` of the worst pipeline
     ``bubble/slowest_stage``    stage with the most work for a micro-batch
+    ``bubble/slowest_rank``     global rank that runs it (the lowest of several data and tensor ranks)
     ``bubble/slowdown``         its work over the mean of all stages; 1 when balanced
     ==========================  ==============================================================================
 
@@ -87,9 +88,10 @@ class BubbleRatio(Measurement):
         steps = self.ordinary_steps(trainer) or [step]
         timelines = [timeline for runs in gather_timelines(strategy, steps) for timeline in runs]
         bubbles = [measure_bubble(timeline, table_of(timeline)) for timeline in timelines]
-        everyone: list[list[Bubble]] = strategy.all_gather_object(bubbles)
+        own_stages = {mark.stage for mark in timelines[-1][strategy.schedule_rank] if mark.kind in COMPUTE}
+        everyone: list[tuple[list[Bubble], set[int]]] = strategy.all_gather_object((bubbles, own_stages))
         self._measured = step.index
-        self.publish(trainer, summarize(everyone))
+        self.publish(trainer, summarize([found for found, _ in everyone], [stages for _, stages in everyone]))
         if trainer.is_global_zero:
             first = self.timeline is None
             self.timeline, self._timeline_step = timelines[-1], steps[-1].index
@@ -121,8 +123,8 @@ class BubbleRatio(Measurement):
             self._draw(trainer)
 
 
-def summarize(pipelines: list[list[Bubble]]) -> dict[str, float]:
-    """Return the values to log from the bubbles that each rank saw, step by step."""
+def summarize(pipelines: list[list[Bubble]], stages: list[set[int]]) -> dict[str, float]:
+    """Return the values to log from the bubbles that each rank saw, step by step, and the stages that it runs."""
     bubbles = [bubble for rank in pipelines for bubble in rank]
 
     def mean(name: str) -> float:
@@ -133,5 +135,6 @@ def summarize(pipelines: list[list[Bubble]]) -> dict[str, float]:
     values = {f"bubble/{name}": mean(name) for name in names}
     slowest = [bubble.slowest_stage for bubble in bubbles]
     values["bubble/worst"] = max(sum(b.measured for b in rank) / len(rank) for rank in pipelines)
-    values["bubble/slowest_stage"] = float(max(set(slowest), key=slowest.count))
-    return values
+    stage = max(set(slowest), key=slowest.count)
+    rank = next(rank for rank, own in enumerate(stages) if stage in own)
+    return values | {"bubble/slowest_stage": float(stage), "bubble/slowest_rank": float(rank)}

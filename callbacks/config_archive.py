@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_hybrid.archive import Archive, Entry, Fingerprint, Result, fingerprint_module
 from lightning_hybrid.archive.entry import new_id, now
+from lightning_hybrid.callbacks.adviser import Adviser
 from lightning_hybrid.callbacks.measurement import Measurement
 from lightning_hybrid.callbacks.run_entry import (
     build_batch,
@@ -27,6 +28,7 @@ from lightning_hybrid.callbacks.run_entry import (
 )
 from lightning_hybrid.callbacks.scaling_efficiency import count_samples, count_tokens, gather, layout_of
 from lightning_hybrid.errors import ArchiveError
+from lightning_hybrid.metrics.advice import BatchAndRate, Figures
 from lightning_hybrid.metrics.throughput import Throughput, count_once
 from lightning_hybrid.recorder import RecordedStep
 
@@ -64,6 +66,9 @@ class ConfigArchive(Measurement):
     A W&B logger gets the entry's id as ``archive_entry`` in the run's config and summary, and, when ``fit`` has ended,
     the entry itself as an artifact of type ``"archive-entry"``.
 
+    A global batch that differs from that of the entry the run started from (else of the newest good run of the same
+    model), with the learning rate unchanged, is said once, with the usual ways to change both.
+
     An archive that cannot be written costs one warning, and training goes on. ``fast_dev_run`` leaves no entry.
 
     Args:
@@ -90,6 +95,7 @@ class ConfigArchive(Measurement):
         self._losses: tuple[Any, Any] = (None, None)
         self._memory: dict[str, float] | None = None
         self._warned = False
+        self._adviser: Adviser | None = None
 
     @property
     def path(self) -> str | None:
@@ -107,7 +113,8 @@ class ConfigArchive(Measurement):
             # Once for each module: it is whole only before its first strategy has cut it.
             self._fingerprint, self._module = fingerprint_module(pl_module), weakref.ref(pl_module)
         self._first_batch, self._losses = None, (None, None)
-        self._pending, self._counts, self._memory = (0, 0), (0.0, 0, 0, 0), None
+        self._pending, self._counts = (0, 0), (0.0, 0, 0, 0)
+        self._memory, self._adviser = None, None
         time = now()
         entry_id = trainer.strategy.broadcast(new_id(self._fingerprint, time))
         self.entry = build_entry(trainer, self._fingerprint, entry_id, time)
@@ -219,6 +226,19 @@ class ConfigArchive(Measurement):
         )
         self.entry = dataclasses.replace(self.entry, batch=build_batch(trainer, self._first_batch), result=result)
         self._write(trainer)
+        if self._adviser is None:  # the batch is known by now; once is enough
+            self._adviser = Adviser()
+            self._adviser.consider(Figures(here=batch_and_rate(self.entry), before=self._entry_before(self.entry)))
+
+    def _entry_before(self, entry: Entry) -> BatchAndRate | None:
+        """What the entry that a run started from says, else the newest good one of the same model."""
+        try:
+            if entry.parent is not None:
+                return batch_and_rate(self.archive.get(entry.parent))
+            same = [e for e in self.archive.list() if e.result.is_good and e.model.hash == entry.model.hash]
+        except ArchiveError:
+            return None
+        return batch_and_rate(max(same, key=lambda other: (other.time, other.id))) if same else None
 
     def _num_steps(self, trainer: Trainer) -> int:
         return trainer.global_step - self._first_step
@@ -244,6 +264,16 @@ class ConfigArchive(Measurement):
             if not self._warned:
                 self._warned = True
                 _log.warning("This run leaves no entry in the archive, and training goes on: %s", error)
+
+
+def batch_and_rate(entry: Entry) -> BatchAndRate | None:
+    """Return what an entry says of its batch and learning rate; ``None`` if that is not both."""
+    batch, rate = entry.batch.global_size, entry.training.learning_rate
+    if batch is None or rate is None:
+        return None
+    return BatchAndRate(
+        global_batch_size=batch, learning_rate=rate, optimizer=entry.training.optimizer or "", entry=entry.id
+    )
 
 
 def wandb_runs(trainer: Trainer) -> list[Any]:

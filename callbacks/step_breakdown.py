@@ -8,10 +8,21 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_hybrid.callbacks.adviser import Adviser
 from lightning_hybrid.callbacks.measurement import Measurement, has_marks
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
-from lightning_hybrid.metrics.breakdown import PARTS, Breakdown, Span, break_down, mean, overlap, spans_of_marks
+from lightning_hybrid.metrics.advice import Figures, links_of
+from lightning_hybrid.metrics.breakdown import (
+    PARTS,
+    Breakdown,
+    Span,
+    break_down,
+    mean,
+    message_seconds,
+    overlap,
+    spans_of_marks,
+)
 from lightning_hybrid.pipeline.timeline import Timeline
 from lightning_hybrid.recorder import RecordedStep, gather_timelines
 from lightning_hybrid.sampling import StepSample
@@ -57,12 +68,18 @@ class StepBreakdown(Measurement):
     Cost, measured on CPU: 0.1 ms at an ordinary step; at a measurement one exchange of marks in the pipeline and one
     small exchange in the world, a few ms; at a profiled one 15 microseconds for each operator of the step besides.
 
+    When the figures call for it, global rank 0 says once what practitioners would change
+    (:mod:`lightning_hybrid.metrics.advice`): communication above 30 % of the step, fewer micro-batches than twice the
+    stages, a slow rank, stage or link by name, waiting for data above 10 %.
+
     Args:
         every_n_steps: see :class:`~lightning_hybrid.callbacks.measurement.Measurement`.
         num_warmup_steps: likewise.
         prog_bar: likewise; the main figure is ``step/time_s``.
         profile_every: measurements from one that profiles to the next; between them the latest shares hold. 0 never
             profiles: collectives inside of actions then count as ``compute``.
+
+        advice: whether to give advice.
 
     Raises:
         ConfigurationError: if a number is negative.
@@ -78,11 +95,14 @@ class StepBreakdown(Measurement):
         num_warmup_steps: int = 2,
         prog_bar: bool = False,
         profile_every: int = 10,
+        advice: bool = True,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps, prog_bar=prog_bar)
         if profile_every < 0:
             raise ConfigurationError(f"profile_every={profile_every} must not be negative; 0 never profiles.")
-        self.profile_every = profile_every
+        self.profile_every, self.advice = profile_every, advice
+        self.adviser = Adviser()
+        """Has all the advice that was given, on global rank 0."""
         self.breakdowns: list[Breakdown] = []
         """The latest measurement by global rank, on every rank."""
         self._sample: StepSample | None = None
@@ -96,7 +116,7 @@ class StepBreakdown(Measurement):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._shares, self._num_measured = {}, 0
+        self._shares, self._num_measured, self.adviser = {}, 0, Adviser()
 
     @override
     def on_step(self, trainer: Trainer, step: RecordedStep) -> None:
@@ -125,9 +145,30 @@ class StepBreakdown(Measurement):
             self._shares = exposed_shares(_spans(step, profiled, strategy.schedule_rank, reduce_part), exposed)
         for part in _OPAQUE:
             own = own.move(part, self._shares.get(part, {}))
-        self.breakdowns = [Breakdown(seconds=seconds) for seconds in strategy.all_gather_object(dict(own.seconds))]
+        messages = _messages([run for runs in timelines for run in runs], strategy.schedule_rank, len(steps))
+        everyone = strategy.all_gather_object((dict(own.seconds), strategy.schedule_rank, messages))
+        self.breakdowns = [Breakdown(seconds=seconds) for seconds, *_ in everyone]
         self._measured, self._num_measured = step.index, self._num_measured + 1
         self.publish(trainer, summarize(self.breakdowns))
+        if self.advice and trainer.is_global_zero:
+            self._advise(strategy, everyone)
+
+    def _advise(self, strategy: Any, everyone: Sequence[tuple[Any, int, dict[int, float]]]) -> None:
+        layout: Layout = strategy.layout
+        at = [layout.coordinate(rank) for rank in range(layout.world_size)]
+        global_rank = {(at[r].data, at[r].tensor, everyone[r][1]): r for r in range(layout.world_size)}
+        messages = [
+            {(global_rank[at[r].data, at[r].tensor, sender], r): seconds for sender, seconds in waits.items()}
+            for r, (_, _, waits) in enumerate(everyone)
+        ]
+        self.adviser.consider(
+            Figures(
+                layout=layout,
+                breakdowns=self.breakdowns,
+                num_microbatches=strategy.num_microbatches,
+                links=links_of(layout, self.breakdowns, messages),
+            )
+        )
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -151,6 +192,15 @@ def _spans(step: RecordedStep, runs: Sequence[Timeline], rank: int, reduce_part:
     for timeline in runs:
         spans += spans_of_marks(timeline[rank], pipeline=timeline.values(), reduce_part=reduce_part)
     return spans
+
+
+def _messages(runs: Sequence[Timeline], rank: int, num_steps: int) -> dict[int, float]:
+    """Return the seconds a step that a schedule rank waited for messages on their way, by sender."""
+    seconds: dict[int, float] = {}
+    for timeline in runs:
+        for sender, more in message_seconds(timeline, rank).items():
+            seconds[sender] = seconds.get(sender, 0.0) + more / num_steps
+    return seconds
 
 
 def exposed_shares(spans: Sequence[Span], exposed: Sequence[Span]) -> dict[str, dict[str, float]]:

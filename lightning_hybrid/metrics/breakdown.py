@@ -22,6 +22,7 @@ __all__ = [
     "break_down",
     "cut",
     "mean",
+    "message_seconds",
     "overlap",
     "split_wait",
     "spans_of_marks",
@@ -223,6 +224,31 @@ def spans_of_marks(
         elif mark.kind == "OPTIMIZER":
             spans += cut([Span("optimizer", mark.start, mark.end)], syncs)
     return spans + _outside(marks, others)
+
+
+def message_seconds(timeline: Mapping[int, Sequence[Mark]], rank: int) -> dict[int, float]:
+    """Return the seconds that a rank waited for messages on their way, by the rank that had sent them.
+
+    Waiting for a stage that still computes does not count.
+
+    Args:
+        timeline: marks of one run by schedule rank.
+        rank: one of these.
+    """
+    ended = {
+        (_DIRECTION[mark.kind], mark.stage, mark.microbatch): (mark.end, sender)
+        for sender, marks in timeline.items()
+        for mark in marks
+        if mark.kind in _DIRECTION
+    }
+    seconds: dict[int, float] = {}
+    for mark in timeline[rank]:
+        if mark.kind in ("WAIT_F", "WAIT_B"):
+            sent = ("F", mark.stage - 1) if mark.kind == "WAIT_F" else ("B", mark.stage + 1)
+            moment, sender = ended.get((*sent, mark.microbatch), (mark.end, None))
+            if sender is not None:
+                seconds[sender] = seconds.get(sender, 0.0) + max(0.0, mark.end - max(moment, mark.start))
+    return seconds
 
 
 def _split_by_work(start: float, end: float, work: Iterable[Mark], *, rest: str) -> list[Span]:

@@ -139,6 +139,16 @@ def test_second_run_in_the_same_folder_is_a_second_entry(tmp_path: Path) -> None
     assert len({entry.model for entry in entries}) == 1
 
 
+def test_another_batch_with_the_same_rate_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for accumulate, advice in ((1, 0), (1, 0), (4, 1)):
+        caplog.clear()
+        archive = ConfigArchive(tmp_path, every_n_steps=2)
+        trainer_with(tmp_path, archive, accumulate_grad_batches=accumulate).fit(Tiny())
+        assert caplog.text.count("Advice: The global batch is 16 samples where entry") == advice
+        assert caplog.text.count("Advice") == advice
+    assert "had 4, and the learning rate is still 0.01" in caplog.text
+
+
 def test_another_module_has_another_fingerprint(tmp_path: Path) -> None:
     archive, other = ConfigArchive(tmp_path), Tiny()
     other.head = torch.nn.Linear(8, 16, bias=False)

@@ -62,3 +62,21 @@ def test_nothing_ran() -> None:
     assert idle_share({}) == 0.0
     one = {0: [Mark("F", 0, 0, 0, 1), Mark("B", 0, 0, 1, 3)]}
     assert measure_bubble(one, find_schedule("1F1B").table(1, 1, 1)).measured == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "idle"),
+    [
+        ("GPipe", 3 / 11), ("1F1B", 3 / 11), ("Interleaved1F1B", 3 / 19), ("LoopedBFS", 3 / 19),
+        ("InterleavedZeroBubble", 3 / 51), ("ZBVZeroBubble", 3 / 51), ("DualPipeV", 3 / 51),
+    ],
+)  # fmt: skip
+def test_textbook_bubbles(schedule: str, idle: float) -> None:
+    """4 ranks, 8 micro-batches, F = I = W = 1: (p - 1) / (v m + p - 1), and (p - 1) F beside 3 v m for zero bubble."""
+    spec = find_schedule(schedule)
+    table = spec.table(RANKS, MICROBATCHES, spec.stages_per_rank)
+    stages = range(RANKS * spec.stages_per_rank)
+    times = {(kind, s): t for kind, t in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0)) for s in stages}
+    bubble = measure_bubble(simulate(table, times), table)
+    assert bubble.measured == pytest.approx(idle)
+    assert (bubble.imbalance, bubble.overhead) == pytest.approx((0, 0))
