@@ -11,11 +11,13 @@ from lightning_hybrid.checkpoint.whole import latest_checkpoint
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.estimate import describe_rank
 from lightning_hybrid.optimizer import grad_norm
+from lightning_hybrid.replicas.options import ReplicaSync
 from lightning_hybrid.strategy import Hybrid3DStrategy
 
 __all__ = [
     "Hybrid3DStrategy",
     "HybridError",
+    "ReplicaSync",
     "__version__",
     "describe_rank",
     "grad_norm",

@@ -185,6 +185,11 @@ def check_run(choice: RunChoice, module: Any, precision: Any) -> None:
     assert layout is not None
     if idle := without_effect(choice, layout):
         rank_zero_info(f"lightning_hybrid: without effect at {layout}: {', '.join(idle)}")
+    if not choice.settings.replica_sync.is_every_step and layout.replicate_size == 1:
+        raise ConfigurationError(
+            f"replica_sync={choice.settings.replica_sync} says how replicas exchange, but replicate_size=1 makes one of"
+            f" them (now: {layout}). Give replicate_size, the number of replicas, or leave replica_sync out."
+        )
     pipeline = layout.pipeline_parallel_size
     if spec.sizes is not None and num_microbatches == "auto":
         num_microbatches = spec.sizes.num_microbatches

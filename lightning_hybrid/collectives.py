@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.mesh import axis_group
+from lightning_hybrid.settings import Settings
 from lightning_hybrid.step_world import StepWorld
 
 __all__ = ["AxisCollectives"]
@@ -35,13 +36,16 @@ class AxisCollectives(ParallelStrategy):
 
     _mesh: DeviceMesh | None = None
     _apart = False
+    _trains = False
+    """Whether a training step is running."""
+    settings: Settings
     _step_world: StepWorld | None = None
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Around a step of the user's, in which other stages are elsewhere."""
         if self._step_world is None:
-            self._step_world = StepWorld(axis_group(self.device_mesh, "data_parallel"))
+            self._step_world = StepWorld(axis_group(self.device_mesh, self.settings.step_axis))
         self._apart, before = True, self._apart
         try:
             with self._step_world.entered():
@@ -68,7 +72,7 @@ class AxisCollectives(ParallelStrategy):
 
     @property
     def _all_here(self) -> Any:
-        return axis_group(self.device_mesh, "data_parallel") if self._apart else None
+        return axis_group(self.device_mesh, self.settings.step_axis) if self._apart else None
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -116,7 +120,8 @@ class AxisCollectives(ParallelStrategy):
     def _data_group(self, group: Any) -> Any:
         """``LightningModule.all_gather`` passes the world where its user gave nothing."""
         given = None if group is dist.group.WORLD else group
-        return axis_group(self.device_mesh, "data_parallel") if given is None else given
+        axis = self.settings.step_axis if self._trains else "data_parallel"
+        return axis_group(self.device_mesh, axis) if given is None else given
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -28,7 +28,14 @@ from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from lightning_hybrid.mesh import axis_group
 from lightning_hybrid.quiet import quiet_step
 
-__all__ = ["EvaluationHooks", "EvenSteps", "EvenTraining", "evaluate_by_no_grad", "refuse_too_few_samples"]
+__all__ = [
+    "EvaluationHooks",
+    "EvenSteps",
+    "EvenTraining",
+    "evaluate_by_no_grad",
+    "gather_objects",
+    "refuse_too_few_samples",
+]
 
 
 class EvenSteps:
@@ -41,7 +48,7 @@ class EvenSteps:
             ConfigurationError: on every rank, if some have no batch and so cannot take part in anything.
         """
         self._group, self._device = group, device
-        found = _gather(num_batches, group)
+        found = gather_objects(num_batches, group)
         if 0 in found and set(found) != {0}:
             raise ConfigurationError(
                 f"{found.count(0)} of {len(found)} data ranks have no batch at all ({found} by data rank, None where no"
@@ -74,10 +81,15 @@ class EvenSteps:
 class EvenTraining:
     """Refuses to train on if some data ranks have fewer batches than others."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, length: int | None) -> None:
-        """``length`` of this rank's epoch, ``None`` if nobody knows. A collective over ``group``."""
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, length: int | None, *, all_data: dist.ProcessGroup
+    ) -> None:
+        """``length`` of this rank's epoch, ``None`` if nobody knows. A collective over ``all_data``.
+
+        Where nobody knows, the ranks of ``group`` ask each other before each batch.
+        """
         self._group, self._device = group, device
-        found = _gather(length, group)
+        found = gather_objects(length, all_data)
         self._asks = None in found
         if not self._asks and len(set(found)) > 1:
             raise ConfigurationError(f"Data ranks have {found} training batches (by data rank). {_TRAINING_REMEDY}")
@@ -93,7 +105,7 @@ class EvenTraining:
         ending = torch.tensor(int(is_last), device=self._device)
         dist.all_reduce(ending, group=self._group)
         if 0 < (number := int(ending)) < dist.get_world_size(self._group):
-            ranks = [rank for rank, last in enumerate(_gather(is_last, self._group)) if last]
+            ranks = [rank for rank, last in enumerate(gather_objects(is_last, self._group)) if last]
             raise ConfigurationError(
                 f"{number} of {dist.get_world_size(self._group)} data ranks ({ranks}) have {batch_idx + 1} training"
                 f" batches in this epoch, and the others have more. {_TRAINING_REMEDY}"
@@ -138,7 +150,8 @@ def evaluate_by_no_grad(trainer: Any, root: Any) -> None:
         loop.inference_mode = False
 
 
-def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Gather a picklable object from all ranks of a group, or of the world. A collective."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
@@ -205,7 +218,7 @@ class EvaluationHooks(CheckpointHooks):
                         "allow_zero_length_dataloader_with_multiple_devices=True: with sharded parameters each data"
                         " rank must have at least one batch. Set it to False, or use data_parallel_size=1."
                     )
-            group = axis_group(self.device_mesh, "data_parallel")
+            group = axis_group(self.device_mesh, self.settings.step_axis)
             fetcher = self._evaluation_loop._data_fetcher
             if not isinstance(fetcher, _DataLoaderIterDataFetcher):  # a step that fetches by itself is on its own
                 self._even = EvenSteps(group, self.root_device, 0 if fetcher.done else fetcher.length)
@@ -238,12 +251,14 @@ class EvaluationHooks(CheckpointHooks):
         self._part.buffers.before_step(trains=not accumulates)
 
     def _check_even_training(self, loop: Any) -> None:
-        if self._part.root is None or isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
+        is_whole = self._part.root is None and self.settings.step_axis == "data_parallel"
+        if is_whole or isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
             return
         progress = loop.epoch_loop.batch_progress
         if self._even_training is None or self._even_epoch != loop.epoch_progress.current.ready:
-            group = axis_group(self.device_mesh, "data_parallel")
-            self._even_training = EvenTraining(group, self.root_device, loop._data_fetcher.length)
+            group, everyone = (axis_group(self.device_mesh, a) for a in (self.settings.step_axis, "data_parallel"))
+            length = loop._data_fetcher.length
+            self._even_training = EvenTraining(group, self.root_device, length, all_data=everyone)
             self._even_epoch = loop.epoch_progress.current.ready
         self._even_training.before(progress.current.ready - 1, progress.is_last_batch)
 

@@ -34,6 +34,12 @@ def adapt_callbacks(strategy: Any, module: Any) -> None:
     for callback in module.trainer.callbacks:
         if strategy.layout.world_size > 1:
             _refuse(callback, module, strategy.layout)
+        if isinstance(callback, AVERAGING) and not strategy.settings.replica_sync.is_every_step:
+            raise UnsupportedError(
+                f"{type(callback).__name__} averages weights over steps, but between exchanges each replica has weights"
+                f" of its own (replica_sync={strategy.settings.replica_sync}), so the averages would differ. Leave the"
+                " callback out, or use replica_sync=1."
+            )
         if isinstance(callback, AVERAGING):
             average_shares(callback, strategy)
         elif isinstance(callback, ModelSummary):

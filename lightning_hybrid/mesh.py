@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_hybrid.layout import AXES, Layout
 
-__all__ = ["axis_group", "build_mesh", "data_mesh", "pipeline_subgroup"]
+__all__ = ["axis_group", "build_mesh", "data_mesh", "pipeline_subgroup", "replica_group", "replica_mesh"]
 
 _built: dict[tuple[Any, ...], tuple[DeviceMesh, DeviceMesh]] = {}
 
@@ -38,15 +38,30 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     return mesh[axis].get_group()
 
 
-def data_mesh(mesh: DeviceMesh, *, of_one: bool = False) -> DeviceMesh | None:
+def data_mesh(mesh: DeviceMesh, *, of_one: bool = False, axis: str = "data_parallel") -> DeviceMesh | None:
     """Return the mesh that ``fully_shard`` works on: 1-D, or 2-D with replicas (HSDP).
 
-    For one data rank that is ``None``, or with ``of_one`` a mesh of that rank.
+    For one data rank that is ``None``, or with ``of_one`` a mesh of that rank. ``axis``: over which gradients are
+    averaged at every step, all of the data axis or ``"data_parallel_shard"``.
     """
     replicas, shards = mesh["data_parallel_replicate"].size(), mesh["data_parallel_shard"].size()
+    replicas = replicas if axis == "data_parallel" else 1
     if replicas * shards == 1 and not of_one:
         return None
     return mesh["data_parallel_shard"] if replicas == 1 else mesh["data_parallel_replicate", "data_parallel_shard"]
+
+
+def replica_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of this rank's replica: all axes but ``data_parallel_replicate``."""
+    return mesh["pipeline_parallel", "data_parallel_shard", "tensor_parallel"]
+
+
+def replica_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Make a group of each replica's ranks; return this rank's. A collective over the world."""
+    replicas = mesh.mesh.transpose(0, 1).flatten(1).tolist()
+    group: dist.ProcessGroup  # every rank is in one
+    group, _ = dist.new_subgroups_by_enumeration(replicas)
+    return group
 
 
 def pipeline_subgroup(mesh: DeviceMesh, positions: Sequence[int]) -> dist.ProcessGroup | None:

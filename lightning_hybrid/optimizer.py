@@ -33,6 +33,7 @@ def global_grad_norm(
     parameters: Iterable[Tensor],
     *,
     mesh: DeviceMesh | None,
+    group: dist.ProcessGroup | None = None,
     norm_type: float = 2.0,
     copies: Mapping[Parameter, int] | None = None,
     error_if_nonfinite: bool = False,
@@ -49,6 +50,7 @@ def global_grad_norm(
             gradient are passed over. Gradients that are still partial sums are completed first, in place.
         mesh: the mesh of the whole world, with a ``pipeline_parallel`` axis where there is one. Without a mesh the
             world is one pipeline stage; without a process group it is one rank.
+        group: the ranks of ``mesh``, where it is not the whole world but one replica.
         norm_type: ``p``, positive or inf.
         copies: on how many pipeline stages a parameter lives at once (tied weights), with equal gradients; default 1.
         error_if_nonfinite: raise ``RuntimeError`` on every rank if the norm is NaN or infinite.
@@ -64,11 +66,11 @@ def global_grad_norm(
     norms = _norms([gradient for _, gradient in local], norm_type, device)
     if math.isinf(norm_type):
         total = norms.max() if norms.numel() else torch.zeros((), device=device)
-        _all_reduce(total, dist.ReduceOp.MAX)
+        _all_reduce(total, dist.ReduceOp.MAX, group)
     else:
         holders = [per_stage // _num_shards(p.grad) * (copies or {}).get(p, 1) for p, _ in local]
         total = (norms.pow(norm_type) / torch.tensor(holders, device=device, dtype=norms.dtype)).sum()
-        _all_reduce(total, dist.ReduceOp.SUM)
+        _all_reduce(total, dist.ReduceOp.SUM, group)
         total = total.pow(1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
@@ -84,6 +86,7 @@ def clip_grad_norm(
     max_norm: float,
     *,
     mesh: DeviceMesh | None,
+    group: dist.ProcessGroup | None = None,
     norm_type: float = 2.0,
     copies: Mapping[Parameter, int] | None = None,
     error_if_nonfinite: bool = False,
@@ -95,7 +98,7 @@ def clip_grad_norm(
     """
     parameters = list(parameters)
     norm = global_grad_norm(
-        parameters, mesh=mesh, norm_type=norm_type, copies=copies, error_if_nonfinite=error_if_nonfinite
+        parameters, mesh=mesh, group=group, norm_type=norm_type, copies=copies, error_if_nonfinite=error_if_nonfinite
     )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for device, gradients in _by_device(parameters).items():
@@ -208,6 +211,6 @@ def _norms(gradients: list[Tensor], norm_type: float, device: torch.device) -> T
     return torch.stack(norms) if norms else torch.zeros(0, device=device)
 
 
-def _all_reduce(total: Tensor, operation: Any) -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total, operation)
+def _all_reduce(total: Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(total, operation, group=group)

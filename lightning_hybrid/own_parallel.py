@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.mesh import axis_group
+from lightning_hybrid.replicas.options import ReplicaSync
 from lightning_hybrid.settings import Settings
 
 __all__ = ["check_own", "is_parallel", "synchronise_own"]
@@ -28,6 +29,7 @@ _LEFT_ALONE = {
     "cpu_offload": False,
     "activation_checkpointing": "none",
     "compile": False,
+    "replica_sync": ReplicaSync(interval=1),
 }
 
 

@@ -120,6 +120,8 @@ class Part:
     keys: StateKeys
     replication: Replication | None = None
     buffers: SharedBuffers | None = None
+    blocks: tuple[str, ...] = ()
+    """Names of all blocks in order, those of other stages too; none if the model has none."""
 
 
 def parallelize(
@@ -199,22 +201,23 @@ def parallelize(
     if not settings.cpu_offload:
         wait_on(module, device)
         module.to(device)
-    units = [
-        module.get_submodule(n) for n in (stages.blocks if stages is not None else _units(module, settings.blocks))
-    ]
+    names = tuple(stages.blocks if stages is not None else _units(module, settings.blocks))
+    units = [module.get_submodule(name) for name in names]
     held = [unit for unit in units if any(True for _ in unit.parameters())]
     for unit in held if layout.tensor_parallel_size > 1 else ():
         unit.register_forward_hook(lambda *_: SHARES.close())  # where no row-wise layer did
     apply_per_block(held, **settings.per_block)
-    replicates = replicates_only(layout, module) and not settings.cpu_offload
-    if not replicates and (shard_mesh := data_mesh(mesh, of_one=settings.cpu_offload)) is not None:
+    axis = settings.step_axis
+    replicates = axis == "data_parallel" and replicates_only(layout, module) and not settings.cpu_offload
+    shard_mesh = None if replicates else data_mesh(mesh, of_one=settings.cpu_offload, axis=axis)
+    if shard_mesh is not None:
         reshard = settings.reshard_after_forward
         reshard = layout.pipeline_parallel_size == 1 if reshard is None else reshard
         root = apply_sharding(
             module,
             units,
             shard_mesh,
-            group=axis_group(mesh, "data_parallel"),
+            group=axis_group(mesh, axis),
             device=device,
             reshard=reshard,
             cpu_offload=settings.cpu_offload,
@@ -223,7 +226,7 @@ def parallelize(
     replication, buffers = None, None
     if device.type != "meta":
         load_origins(module, streamed)
-        group = axis_group(mesh, "data_parallel")
+        group = axis_group(mesh, axis)
         replication = Replication(module, group) if replicates else None
         buffers = SharedBuffers(module, group, device)
     return Part(
@@ -235,6 +238,7 @@ def parallelize(
         keys=keys,
         replication=replication,
         buffers=buffers,
+        blocks=names,
     )
 
 

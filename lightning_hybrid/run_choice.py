@@ -52,7 +52,7 @@ class RunChoice:
     def is_open(self) -> bool:
         """Whether the archive may choose the degrees: none was given."""
         given = [name for name, value in self.degrees.items() if value != "auto" and name != "replicate_size"]
-        return not given and self.layout is None
+        return not given and self.layout is None and self.settings.replica_sync.is_every_step
 
     @property
     def splits_backward(self) -> bool:

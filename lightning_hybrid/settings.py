@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch.distributed import Backend
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.per_block import ActivationCheckpointing, check_per_block
 from lightning_hybrid.pipeline.blocks import Blocks
+from lightning_hybrid.replicas.options import ReplicaSync
 
 __all__ = ["Settings"]
 
@@ -81,18 +82,24 @@ class Settings:
     start_method: Literal["popen", "fork", "spawn"]
     process_group_backend: str | None
     timeout: timedelta | None
+    replica_sync: ReplicaSync = field(default_factory=lambda: ReplicaSync(interval=1))
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            can_be_meant, right = _RULES.get(field.name, (lambda value: True, ""))
-            if not can_be_meant(value := getattr(self, field.name)):
-                raise ConfigurationError(f"{field.name}={value!r} must be {right}.")
+        for argument in fields(self):
+            can_be_meant, right = _RULES.get(argument.name, (lambda value: True, ""))
+            if not can_be_meant(value := getattr(self, argument.name)):
+                raise ConfigurationError(f"{argument.name}={value!r} must be {right}.")
         check_per_block(**self.per_block)
         if self.sequence_parallel and self.compile is not False:
             raise ConfigurationError(
                 "sequence_parallel=True hands shares of the sequence from block to block, which compiled blocks do not"
                 " take. Use compile=False, or sequence_parallel=False."
             )
+
+    @property
+    def step_axis(self) -> str:
+        """The mesh axis over which a step averages and talks; replicas may be apart between exchanges."""
+        return "data_parallel" if self.replica_sync.is_every_step else "data_parallel_shard"
 
     @property
     def per_block(self) -> dict[str, Any]:

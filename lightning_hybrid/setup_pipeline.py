@@ -172,7 +172,7 @@ class PipelineSetup:
             sync_tied=self._sync_tied,
             quiet=lambda: quiet_step(self._module, self._trainer, set()),
             apart=strategy.apart,
-            gather=strategy.all_gather_object,
+            gather=strategy.gather_in_step,
             talks=lambda: strategy.talks_in_steps,
             regathers=part.root is not None and bool(strategy.settings.reshard_after_forward),
             whole_batch_loss=strategy.settings.whole_batch_loss,

@@ -3,6 +3,7 @@
 Before each batch Lightning's ranks learn from rank 0 whether it has got the signal. But Lightning's handler has a
 collective too, wherever the signal comes: ranks that wait for each other in a step do not come to it, and one that is
 signalled alone leaves the others behind. Here the handler only notes the signal. A launcher passes it on to rank 0.
+Replicas that exchange now and then agree after each exchange only.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ def stop_together(trainer: Any) -> None:
             raise SIGTERMException
 
     def agree() -> None:
+        replicas = trainer.strategy.replicas
+        if replicas is not None and not replicas.is_between_windows:
+            return  # a batch has no exchange over the world then
         stops = torch.tensor([int(bool(asked))], device=trainer.strategy.root_device)
         dist.all_reduce(stops)  # any rank's: the node that is taken away may be another one than the first
         if stops.item():

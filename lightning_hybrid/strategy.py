@@ -25,7 +25,7 @@ from lightning_hybrid.choose import check_run, choose_layout
 from lightning_hybrid.clock import Clock
 from lightning_hybrid.data import prepare_loader, restore_loader_states
 from lightning_hybrid.describe import describe_run, layout_table, memory_table
-from lightning_hybrid.evaluation import EvaluationHooks, evaluate_by_no_grad, refuse_too_few_samples
+from lightning_hybrid.evaluation import evaluate_by_no_grad, refuse_too_few_samples
 from lightning_hybrid.gradients import zeroes_unseen
 from lightning_hybrid.launchers import make_launcher
 from lightning_hybrid.layout import Coordinate, Layout
@@ -39,6 +39,8 @@ from lightning_hybrid.pipeline.blocks import Blocks
 from lightning_hybrid.pipeline.schedule import Table
 from lightning_hybrid.pipeline.timeline import Mark
 from lightning_hybrid.randomness import StepRandomness, derive_seed, same_random_state
+from lightning_hybrid.replicas.hooks import ReplicaHooks
+from lightning_hybrid.replicas.options import ReplicaSync
 from lightning_hybrid.run_choice import RunChoice
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.setup_pipeline import PipelineSetup
@@ -51,7 +53,7 @@ __all__ = ["Hybrid3DStrategy"]
 Degree = int | Literal["auto"]
 
 
-class Hybrid3DStrategy(EvaluationHooks):
+class Hybrid3DStrategy(ReplicaHooks):
     """Data x tensor x pipeline parallelism with FSDP2 sharding for an unmodified LightningModule.
 
     Args:
@@ -60,6 +62,8 @@ class Hybrid3DStrategy(EvaluationHooks):
         tensor_parallel_size: Ranks that split each block's matrices, following ``tp_plan``.
         pipeline_parallel_size: Ranks that split the blocks.
         replicate_size: Replicas along the data axis (HSDP); parameters are sharded over the rest of it.
+        replica_sync: Optimizer steps from one exchange of the replicas to the next; or a
+            :class:`~lightning_hybrid.ReplicaSync`, or dict of its fields (local SGD, DiLoCo). 1 averages gradients.
         num_microbatches: Pieces into which each rank's batch is cut for the pipeline; ``"auto"`` is twice the number
             of pipeline ranks.
         schedule: torch's name of a pipeline schedule, such as ``"GPipe"``, ``"1F1B"`` or ``"Interleaved1F1B"``;
@@ -104,6 +108,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         tensor_parallel_size: Degree = "auto",
         pipeline_parallel_size: Degree = "auto",
         replicate_size: Degree = 1,
+        replica_sync: int | ReplicaSync | dict[str, Any] = 1,
         num_microbatches: Degree = "auto",
         schedule: str | os.PathLike[str] = "auto",
         stages_per_rank: Degree = "auto",
@@ -153,6 +158,7 @@ class Hybrid3DStrategy(EvaluationHooks):
             start_method=start_method,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            replica_sync=ReplicaSync.of(replica_sync),
         )
         degrees = {
             "data_parallel_size": data_parallel_size,
@@ -351,7 +357,7 @@ class Hybrid3DStrategy(EvaluationHooks):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         parameters = self.precision_plugin.main_params(optimizer)
         with self._clock.mark("SYNC"):  # the norm needs all stages: those that are done wait here
-            clip_grad_norm(parameters, float(clip_val), mesh=self._mesh, copies=self._copies)
+            clip_grad_norm(parameters, float(clip_val), copies=self._copies, **self._norm_scope)
 
     @property
     def _copies(self) -> dict[Parameter, int]:
@@ -361,7 +367,7 @@ class Hybrid3DStrategy(EvaluationHooks):
         """See :func:`lightning_hybrid.grad_norm`."""
         module: Any = self.lightning_module
         with self._clock.mark("SYNC"):
-            return global_grad_norm(module.parameters(), mesh=self._mesh, norm_type=norm_type, copies=self._copies)
+            return global_grad_norm(module.parameters(), norm_type=norm_type, copies=self._copies, **self._norm_scope)
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_value(self.precision_plugin.main_params(optimizer), float(clip_val))
@@ -377,6 +383,7 @@ class Hybrid3DStrategy(EvaluationHooks):
 
     @override
     def on_train_start(self) -> None:
+        super().on_train_start()
         restore_loader_states(self.lightning_module)
         if self._pipeline is not None:
             self._pipeline.start_training()
@@ -392,8 +399,7 @@ class Hybrid3DStrategy(EvaluationHooks):
             if self._pipeline is not None and zeroes_unseen(self.lightning_module.trainer):
                 for optimizer in self.optimizers:
                     optimizer.zero_grad()
-        self._before_training_step()
-        with self.precision_plugin.train_step_context(), self._step_randomness():
+        with self._training(), self.precision_plugin.train_step_context(), self._step_randomness():
             if self._pipeline is not None:
                 return self._pipeline.step.train(*args, **kwargs)
             with self._clock.mark("F", 0, 0):

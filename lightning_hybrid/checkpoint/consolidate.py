@@ -132,7 +132,7 @@ class StateKeys:
 
 
 def gather_model_state(
-    module: nn.Module, keys: StateKeys, mesh: DeviceMesh | None, *, in_place: bool = False
+    module: nn.Module, keys: StateKeys, mesh: DeviceMesh | None, *, in_place: bool = False, holds: bool = True
 ) -> dict[str, Any]:
     """Return the whole module's state dict. A collective over the world.
 
@@ -141,7 +141,7 @@ def gather_model_state(
     on the meta device: enough for an ``on_save_checkpoint`` that picks or renames keys.
 
     With ``in_place`` nothing is moved: every rank has a :class:`~lightning_hybrid.checkpoint.tensors.Share` for each
-    tensor, one object for tied ones.
+    tensor, one object for tied ones. ``holds``: whether this rank's values count, where others hold others.
 
     Raises:
         CheckpointError: on every rank, if a tensor is held by no stage or cannot be put together.
@@ -150,7 +150,7 @@ def gather_model_state(
     with keys.completed(module):
         state = module.state_dict()
     entries: dict[Any, Any] = {}
-    for key, value in state.items():
+    for key, value in state.items() if holds else ():
         if (key in keys.owned or key not in keys.canonical) and not (isinstance(value, Tensor) and value.is_meta):
             entries.setdefault(keys.canonical.get(key, key), value)
     rows = {keys.canonical.get(name, name): found for name, found in joined_rows(module).items()}
@@ -245,6 +245,7 @@ def gather_optimizer_state(
     order: Sequence[Sequence[str]] = (),
     *,
     in_place: bool = False,
+    holds: bool = True,
 ) -> dict[str, Any]:
     """Return the optimizer's state as one process would have it, on rank 0; ``{}`` elsewhere. A collective.
 
@@ -261,6 +262,7 @@ def gather_optimizer_state(
             are joined in the order of the module's parameters.
         in_place: move nothing, see :func:`gather_model_state`. Rank 0 has an entry for every state, other ranks for
             those that they hold; a share's ``key`` is ``<parameter name>.<name of the state>``.
+        holds: whether this rank's values count, where others hold others.
 
     Raises:
         CheckpointError: on every rank, if state of a split parameter has a shape of its own (and is not a DTensor), or
@@ -274,7 +276,7 @@ def gather_optimizer_state(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     joined = {keys.canonical.get(name, name): found for name, found in joined_rows(module).items()}
     entries: dict[Any, Any] = {}
-    for index, values in state["state"].items():
+    for index, values in state["state"].items() if holds else ():
         if not isinstance(index, int):
             entries[(index,)] = values
         elif flat[index] in keys.owned:

@@ -30,7 +30,6 @@ from lightning_hybrid.layout import Coordinate, Layout
 from lightning_hybrid.materialize import on_meta
 from lightning_hybrid.optimizer import disable_foreach_on_mixed_tensors
 from lightning_hybrid.optimizer_scope import refuse_wide_optimizers
-from lightning_hybrid.settings import Settings
 from lightning_hybrid.sharding import reshard_inside
 from lightning_hybrid.torch_clipping import refuse_norms_of
 
@@ -47,7 +46,6 @@ class CheckpointHooks(AxisCollectives):
     """A checkpoint's, with its ``strict``, for a module that has no memory yet."""
     _group_names: list[list[list[str]]]
     """For each optimizer the parameter names of its groups, as one process has them."""
-    settings: Settings
     _failed = False
 
     def __init__(self, **arguments: Any) -> None:
@@ -116,7 +114,14 @@ class CheckpointHooks(AxisCollectives):
         """See :func:`~lightning_hybrid.checkpoint.consolidate.gather_model_state`."""
         self.refuse_apart("trainer.save_checkpoint, or the whole module's state,")
         assert self.lightning_module is not None
-        return gather_model_state(self.lightning_module, self._keys, self._mesh, in_place=in_place)
+        return gather_model_state(
+            self.lightning_module, self._keys, self._mesh, in_place=in_place, holds=self._is_saved
+        )
+
+    @property
+    def _is_saved(self) -> bool:
+        """Whether this rank's values are those that a checkpoint's own entries have: not if another replica's are."""
+        return True
 
     @property
     def _is_sharded(self) -> bool:
@@ -202,13 +207,24 @@ class CheckpointHooks(AxisCollectives):
         order = self._group_names[self.optimizers.index(plain)]
         assert self.lightning_module is not None
         return gather_optimizer_state(
-            plain, self.lightning_module, self._keys, self._mesh, order, in_place=self._is_sharded
+            plain,
+            self.lightning_module,
+            self._keys,
+            self._mesh,
+            order,
+            in_place=self._is_sharded,
+            holds=self._is_saved,
         )
+
+    def _own_states(self, checkpoint: Mapping[str, Any]) -> list[Any]:
+        """The states of the optimizers that are this rank's to load."""
+        states: list[Any] = checkpoint["optimizer_states"]
+        return states
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
-        states = checkpoint["optimizer_states"]
+        states = self._own_states(checkpoint)
         if len(states) != len(self.optimizers):
             raise CheckpointError(
                 f"The checkpoint has {len(states)} optimizers, this run has {len(self.optimizers)}. Resume with the"

@@ -193,7 +193,8 @@ def spans_of_marks(
     Actions compute. ``WAIT_F`` and ``WAIT_B`` are split at the end of the action they waited for. ``SEND`` is a bubble
     while a neighbouring stage computes (it takes the message when it is done), else pipeline communication. ``SYNC``
     (an exchange of all ranks, as for the global norm; it may lie inside of ``OPTIMIZER``) is a bubble while another
-    stage still computes, else ``communication_world``. The time before the rank's first and after its last action is a
+    stage still computes, else ``communication_world``. ``REPLICAS``, which may lie there too, is an exchange that is
+    not made at every step. The time before the rank's first and after its last action is a
     bubble while another stage computes.
 
     Args:
@@ -206,7 +207,7 @@ def spans_of_marks(
     ended = {(_DIRECTION[mark.kind], mark.stage, mark.microbatch): mark.end for mark in sent}
     own = {mark.stage for mark in marks if mark.kind in COMPUTE}
     near = [mark for mark in others if mark.stage not in own and {mark.stage - 1, mark.stage + 1} & own]
-    syncs = [(mark.start, mark.end) for mark in marks if mark.kind == "SYNC"]
+    syncs = [(mark.start, mark.end) for mark in marks if mark.kind in ("SYNC", "REPLICAS")]
     spans: list[Span] = []
     for mark in marks:
         if mark.kind in COMPUTE:
@@ -219,6 +220,8 @@ def spans_of_marks(
             spans += _split_by_work(mark.start, mark.end, near, rest="communication_pipeline")
         elif mark.kind == "SYNC":
             spans += _split_by_work(mark.start, mark.end, others, rest="communication_world")
+        elif mark.kind == "REPLICAS":
+            spans.append(Span("communication_data_replicate", mark.start, mark.end))
         elif mark.kind == "REDUCE":
             spans.append(Span(reduce_part, mark.start, mark.end))
         elif mark.kind == "OPTIMIZER":

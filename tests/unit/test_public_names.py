@@ -13,6 +13,7 @@ PUBLIC = {
     "lightning_hybrid": {
         "Hybrid3DStrategy",
         "HybridError",
+        "ReplicaSync",
         "__version__",
         "describe_rank",
         "grad_norm",

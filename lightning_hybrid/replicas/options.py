@@ -1,0 +1,107 @@
+"""What a user says about exchanges between replicas. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from lightning_hybrid.errors import ConfigurationError
+
+__all__ = ["EVENTS", "ReplicaSync"]
+
+#: When an incomplete window is closed.
+EVENTS = ("validation", "checkpoint", "end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSync:
+    """How often replicas exchange, and what they make of it. docs/replicas.md has the rules.
+
+    Raises:
+        ConfigurationError: for values that cannot be meant together.
+    """
+
+    interval: int
+    """Optimizer steps from one exchange to the next (``H``)."""
+    method: Literal["average", "diloco"] = "average"
+    """``"average"``: weights become the mean over the replicas (local SGD; with ``interval=1`` it is gradients that are
+    averaged, as in HSDP). ``"diloco"``: the mean difference since the last exchange is a gradient for an outer SGD."""
+    outer_lr: float = 0.7
+    """Learning rate of DiLoCo's outer SGD."""
+    outer_momentum: float = 0.9
+    """Its Nesterov momentum; 0: none."""
+    num_fragments: int = 1
+    """Parts of the model, by blocks, that are exchanged in turn, each once in ``interval`` steps (streaming DiLoCo)."""
+    delay: int = 0
+    """Optimizer steps for which an exchange runs beside training before its result is used."""
+    mixing: float = 0.0
+    """Share of a replica's own weights that is kept when an exchange arrives, from 0 (none) to 1, excluded."""
+    dtype: Literal["bfloat16"] | None = None
+    """What differences are rounded to for the exchange; ``None``: they travel in fp32."""
+    offload: bool = False
+    """Whether outer weights and momentum lie in the host's memory."""
+    close_before: Sequence[str] = EVENTS
+    """Before what an incomplete window is closed by an exchange: ``"validation"``, ``"checkpoint"``, ``"end"``."""
+
+    def __post_init__(self) -> None:
+        for name, (is_right, right) in _RULES.items():
+            if not is_right(value := getattr(self, name)):
+                raise ConfigurationError(f"replica_sync: {name}={value!r} must be {right}.")
+        if max(self.num_fragments, self.delay + 1) > self.interval:
+            raise ConfigurationError(
+                f"replica_sync: num_fragments={self.num_fragments} and delay={self.delay} must fit into"
+                f" interval={self.interval} steps: at most {self.interval} fragments, and a delay of at most"
+                f" {self.interval - 1}."
+            )
+        if self.delay and "checkpoint" not in self.close_before:
+            raise ConfigurationError(
+                f"replica_sync: with delay={self.delay} a checkpoint could fall into a running exchange, which it does"
+                ' not hold. Have "checkpoint" in close_before, or use delay=0.'
+            )
+
+    @classmethod
+    def of(cls, value: Any) -> ReplicaSync:
+        """Return what the strategy's argument means: a number of steps, a dict, or the options themselves.
+
+        Raises:
+            ConfigurationError: for anything else.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, int) and not isinstance(value, bool):
+            return cls(interval=value)
+        known = {field.name for field in fields(cls)}
+        if isinstance(value, Mapping) and "interval" in value and value.keys() <= known:
+            return cls(**value)
+        raise ConfigurationError(
+            f"replica_sync={value!r} must be a number of optimizer steps, or a ReplicaSync, or a dict with interval and"
+            f" some of {', '.join(sorted(known))}."
+        )
+
+    @property
+    def is_every_step(self) -> bool:
+        """Whether gradients are averaged at every step, so that replicas never differ (HSDP)."""
+        return self.interval == 1 and self.method != "diloco" and self.dtype is None
+
+    @property
+    def has_outer_state(self) -> bool:
+        """Whether the weights of the last exchange are kept."""
+        return self.method == "diloco" or self.dtype is not None or self.delay > 0
+
+
+_RULES: dict[str, tuple[Any, str]] = {
+    "interval": (lambda v: type(v) is int and v >= 1, "an integer of at least 1"),
+    "method": (lambda v: v in ("average", "diloco"), '"average" or "diloco"'),
+    "outer_lr": (lambda v: isinstance(v, (int, float)) and v > 0, "a positive number"),
+    "outer_momentum": (lambda v: isinstance(v, (int, float)) and 0 <= v < 1, "a number from 0 to 1, excluded"),
+    "num_fragments": (lambda v: type(v) is int and v >= 1, "an integer of at least 1"),
+    "delay": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
+    "mixing": (lambda v: isinstance(v, (int, float)) and 0 <= v < 1, "a number from 0 to 1, excluded"),
+    "dtype": (lambda v: v in (None, "bfloat16"), 'None or "bfloat16"'),
+    "offload": (lambda v: isinstance(v, bool), "True or False"),
+    "close_before": (
+        lambda v: isinstance(v, Sequence) and not isinstance(v, str) and set(v) <= set(EVENTS),
+        f"a list of some of {', '.join(map(repr, EVENTS))}",
+    ),
+}

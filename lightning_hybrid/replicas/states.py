@@ -1,0 +1,145 @@
+"""Replicas in checkpoints.
+
+A checkpoint's weights and optimizer states are those of replica 0, so that anything reads them. What only the others
+have stands beside them: states of their optimizers, which replicas never exchange; their weights too if the checkpoint
+was made in the middle of a window; and, once, the outer weights with their momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_hybrid.checkpoint.consolidate import (
+    gather_model_state,
+    gather_optimizer_state,
+    scatter_model_state,
+    scatter_optimizer_state,
+)
+from lightning_hybrid.checkpoint.format import ENTRY
+from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.replicas.window import Replicas, local
+
+__all__ = ["add_replica_states", "take_replica_states"]
+
+KEY = "replicas"
+
+
+def add_replica_states(checkpoint: dict[str, Any], strategy: Any) -> None:
+    """Put what rank 0's replica does not have into a checkpoint with optimizer states. A collective over the world."""
+    replicas: Replicas | None = strategy.replicas
+    if replicas is None or "optimizer_states" not in checkpoint:
+        return
+    module, keys, mesh, number = (
+        strategy.lightning_module,
+        strategy._keys,
+        strategy.device_mesh,
+        strategy.layout.replicate_size,
+    )
+    states, weights = [], []
+    for replica in range(1, number):
+        options = {"in_place": strategy._is_sharded, "holds": strategy.coordinate.replicate == replica}
+        states.append(
+            [
+                gather_optimizer_state(optimizer, module, keys, mesh, order, **options)
+                for optimizer, order in zip(strategy.optimizers, strategy._group_names, strict=True)
+            ]
+        )
+        if replicas.is_open:
+            weights.append(gather_model_state(module, keys, mesh, **options))
+    outer = None
+    if replicas.outer is not None:
+        outer = gather_optimizer_state(_as_optimizer(replicas), module, keys, mesh, in_place=strategy._is_sharded)
+    checkpoint.setdefault(ENTRY, {})[KEY] = {
+        "number": number,
+        "step": replicas.step,
+        "since": list(replicas.since),
+        "optimizer_states": states,
+        "state_dicts": weights,
+        "outer": outer,
+    }
+
+
+def take_replica_states(checkpoint: Mapping[str, Any], strategy: Any) -> list[Any]:
+    """Load this replica's weights and the outer ones; return the states of its optimizers.
+
+    At another number of replicas, replica ``r`` goes on from what replica ``r % number`` had.
+
+    Raises:
+        CheckpointError: if the checkpoint lies in the middle of a window, and lacks the outer weights that are needed.
+    """
+    replicas: Replicas | None = strategy.replicas
+    states: list[Any] = checkpoint["optimizer_states"]
+    entry = checkpoint.get(ENTRY, {}).get(KEY)
+    if entry is None:
+        return states
+    _say_what_changes(entry, strategy)
+    if replicas is None:
+        return states
+    mine = strategy.coordinate.replicate % entry["number"]
+    module, keys = strategy.lightning_module, strategy._keys
+    if mine and entry["state_dicts"]:
+        scatter_model_state(module, entry["state_dicts"][mine - 1], keys, strict=True)
+    if replicas.outer is not None and entry["outer"] is not None:
+        carrier = _as_optimizer(replicas)
+        scatter_optimizer_state(carrier, entry["outer"], module, keys, strategy.device_mesh)
+        _take_outer(replicas, carrier)
+    elif replicas.outer is not None and any(entry["since"]):
+        raise CheckpointError(
+            "The checkpoint was made between two exchanges of replicas that kept no outer weights, which"
+            f" replica_sync={replicas.options} needs. Resume with the replica_sync that wrote it up to a checkpoint"
+            " after an exchange, or load the weights only."
+        )
+    replicas.resume(entry["step"], entry["since"])
+    return entry["optimizer_states"][mine - 1] if mine else states
+
+
+def _say_what_changes(entry: Mapping[str, Any], strategy: Any) -> None:
+    now = strategy.layout.replicate_size if strategy.replicas is not None else 1
+    if entry["number"] == now:
+        return
+    where = "in the middle of a window, where their weights differ" if any(entry["since"]) else "after an exchange"
+    what = f"replica r goes on from r % {entry['number']}" if now > 1 else "training goes on from replica 0"
+    rank_zero_warn(
+        f"The checkpoint has {entry['number']} replicas ({where}), and this run has {now}: {what}. States of the"
+        " optimizers always differ between replicas."
+    )
+
+
+def _as_optimizer(replicas: Replicas) -> torch.optim.Optimizer:
+    """Outer weights as the state of an optimizer of the weights: how that is cut and joined is known."""
+    assert replicas.outer is not None
+    trained = replicas.trained
+    optimizer = torch.optim.SGD([*trained.values()] or [nn.Parameter(torch.empty(0))], lr=0.0)
+    if not trained:
+        optimizer.param_groups[0]["params"] = []
+    for name, parameter in trained.items():
+        momentum = replicas.outer.momentum(name)
+        state = {"outer": _like(parameter, replicas.outer[name])}
+        if momentum is not None:
+            state["momentum_buffer"] = _like(parameter, momentum)
+        optimizer.state[parameter] = state
+    return optimizer
+
+
+def _take_outer(replicas: Replicas, carrier: torch.optim.Optimizer) -> None:
+    assert replicas.outer is not None
+    for name, parameter in replicas.trained.items():
+        state = carrier.state[parameter]
+        replicas.outer.set(name, local(state["outer"]))
+        if "momentum_buffer" in state:
+            replicas.outer.set_momentum(name, local(state["momentum_buffer"]))
+
+
+def _like(parameter: nn.Parameter, share: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return share
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        share, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )

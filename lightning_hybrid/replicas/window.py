@@ -1,0 +1,236 @@
+"""When replicas exchange, and what: counted in optimizer steps.
+
+[Note: replicas that meet]
+Between two exchanges replicas say nothing to each other. So one that has run out of batches, or stands elsewhere for
+another reason, would send its weights for something else. Before each exchange, and at the last batch of an epoch, the
+replicas tell each other why they have come, in one message of 16 bytes. If they do not agree all of them fail by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_hybrid.buffers import SharedBuffers
+from lightning_hybrid.errors import ConfigurationError, UnsupportedError
+from lightning_hybrid.replicas.exchange import Averager, Running
+from lightning_hybrid.replicas.options import EVENTS, ReplicaSync
+from lightning_hybrid.replicas.outer import OuterWeights
+
+__all__ = ["Replicas", "fragments_of", "local"]
+
+_REASONS = ("an exchange after so many steps", *(f"an exchange before {event}" for event in EVENTS), "the last batch")
+
+
+class Replicas:
+    """One rank's part of one replica: its weights, and those that were exchanged last.
+
+    ``step`` counts optimizer steps since all of the model was exchanged at once, ``since`` for each fragment the steps
+    that its exchange lacks; ``trained`` are the weights that are exchanged, by name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: ReplicaSync,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        blocks: Sequence[str] = (),
+        tied: Sequence[str] = (),
+        buffers: SharedBuffers,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take this rank's part of the module; replicas hold equal values now.
+
+        Args:
+            module: cut, split and sharded.
+            options: with a known interval.
+            group: the ranks that hold the same share in all replicas.
+            device: one that the group can send from.
+            blocks: names of the model's blocks, in order, those of other stages too.
+            tied: names of parameters that several stages hold.
+            buffers: keeps buffers alike within this replica.
+            settle: has the module hold its shards.
+
+        Raises:
+            ConfigurationError: if there are more fragments than blocks.
+            UnsupportedError: for 16-bit weights with outer weights.
+        """
+        self.options, self.interval = options, int(options.interval)
+        self._module, self._group, self._settle, self._buffers = module, group, settle, buffers
+        self._fragments, self._tied = fragments_of(blocks, options.num_fragments), frozenset(tied)
+        self._averager = Averager(group, device, torch.bfloat16 if options.dtype else None)
+        lr, momentum = (options.outer_lr, options.outer_momentum) if options.method == "diloco" else (1.0, 0.0)
+        place = torch.device("cpu") if options.offload else None
+        self.outer = OuterWeights(lr, momentum, place) if options.has_outer_state else None
+        self.trained: dict[str, nn.Parameter] = {}
+        self._still = SharedBuffers(module, group, device, trained=self.trained.values)
+        self.step = 0
+        self.since = [0] * options.num_fragments
+        self._running: dict[int, tuple[Running, list[str]]] = {}
+        self.is_restored = False
+        self.notice_trained()
+
+    def __str__(self) -> str:
+        options = self.options
+        what = "weights averaged"
+        if options.method == "diloco":
+            what = f"an outer SGD step (lr={options.outer_lr}, Nesterov momentum {options.outer_momentum})"
+        text = f"{what} every {self.interval} optimizer steps"
+        text += f", in {len(self.since)} fragments by turns" if len(self.since) > 1 else ""
+        text += f", used {options.delay} steps later" if options.delay else ""
+        closed = ", ".join(event for event in EVENTS if event in options.close_before) or "nothing"
+        return f"{text}; an incomplete window is closed before: {closed}"
+
+    # ---- called as training goes on --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """At the start of training: outer weights are the weights, which may have been loaded meanwhile."""
+        if not self.is_restored and not any(self.since):
+            for name, parameter in self.trained.items():
+                if self.outer is not None:
+                    self.outer.set(name, local(parameter))
+        self.is_restored = False
+
+    def notice_trained(self) -> None:
+        """Before each step: what is trained from now on. It keeps being exchanged when it is frozen again."""
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and name not in self.trained:
+                if self.outer is not None and parameter.element_size() < 4:
+                    raise UnsupportedError(
+                        f"replica_sync keeps outer weights in fp32, but {name} is {parameter.dtype}, in which small"
+                        ' outer steps vanish. Use precision="bf16-mixed", or method="average" with dtype=None and'
+                        " delay=0."
+                    )
+                self.trained[name] = parameter
+                if self.outer is not None and name not in self.outer:
+                    self.outer.set(name, local(parameter))
+
+    def after_step(self) -> None:
+        """After each optimizer step: exchange what is due. A collective of the replicas then."""
+        self.step += 1
+        self.since = [count + 1 for count in self.since]
+        number, delay = len(self.since), self.options.delay
+        for fragment in range(number):
+            if (self.step - self._offset(fragment)) % self.interval == 0:
+                self.meet(0)
+                self._start(fragment)
+            if fragment in self._running and (self.step - delay - self._offset(fragment)) % self.interval == 0:
+                self._arrive(fragment, self.options.mixing)
+        if self.step % self.interval == 0:
+            self._average_still()
+
+    def close(self, event: str) -> bool:
+        """Exchange what lacks an exchange, unless told otherwise. Return whether replicas are equal now.
+
+        A collective of the replicas. Outer steps are those of a whole window, on a difference of fewer steps.
+        """
+        if event not in self.options.close_before:
+            return not any(self.since)
+        if any(self.since) or self._running:
+            self.meet(1 + EVENTS.index(event))
+            for fragment in sorted(self._running):
+                self._arrive(fragment, self.options.mixing)
+            for fragment in (i for i, count in enumerate(self.since) if count):
+                self._start(fragment)
+                self._arrive(fragment, 0.0)
+            self._average_still()
+        self.step = 0
+        return True
+
+    def resume(self, step: int, since: Sequence[int]) -> None:
+        """Go on in the window of a checkpoint; weights and outer weights have been loaded."""
+        number = len(self.since)
+        self.step, self.since = step, [*since] if len(since) == number else [max(since)] * number
+        self.is_restored = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether replicas differ: they have trained since their last exchange."""
+        return any(self.since)
+
+    @property
+    def is_between_windows(self) -> bool:
+        """Whether the replicas have just met, so that a message more does not make them wait."""
+        return self.step % self.interval == 0
+
+    def meet(self, reason: int, number: int | None = None) -> None:
+        """See the note above. A collective of the replicas.
+
+        Raises:
+            ConfigurationError: on all of them, if they are at different places.
+        """
+        device = self._averager.device
+        mine = torch.tensor([reason, self.step if number is None else number], device=device)
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(found, mine, group=self._group)
+        told = [tuple(place.tolist()) for place in found]
+        if len(set(told)) > 1:
+            places = ", ".join(f"replica {i}: {_REASONS[why]} ({count})" for i, (why, count) in enumerate(told))
+            raise ConfigurationError(
+                f"The replicas have come to different places: {places}. Give all data ranks the same number of training"
+                " batches: limit_train_batches, a DistributedSampler, or a data set that is split evenly."
+            )
+
+    # ---- exchanges -------------------------------------------------------------------------------------------------
+
+    def _offset(self, fragment: int) -> int:
+        """The step in a window at which a fragment is exchanged; the last one at its end."""
+        return (fragment + 1) * self.interval // len(self.since)
+
+    def _start(self, fragment: int) -> None:
+        self._settle()
+        names = [name for name in self.trained if self._fragments(name) == fragment]
+        values = [local(self.trained[name]) for name in names]
+        if self.outer is not None:
+            values = [self.outer.difference(name, value) for name, value in zip(names, values, strict=True)]
+        self._running[fragment] = self._averager.start(values, [name in self._tied for name in names]), names
+
+    def _average_still(self) -> None:
+        """Buffers, and weights that no optimizer trains: those that have changed."""
+        self._buffers.before_step(trains=False)
+        self._still.average()
+
+    @torch.no_grad()
+    def _arrive(self, fragment: int, mixing: float) -> None:
+        self._settle()
+        running, names = self._running.pop(fragment)
+        means = dict(zip(names, running.wait(), strict=True))
+        if self.outer is not None:
+            self.outer.step(means)
+        for name, mean in means.items():
+            own, common = local(self.trained[name]), mean if self.outer is None else self.outer[name]
+            common = common.to(own.device, own.dtype)
+            own.copy_(torch.lerp(common, own, mixing) if mixing else common)
+        self.since[fragment] = self.options.delay if mixing else 0
+
+
+def fragments_of(blocks: Sequence[str], number: int) -> Callable[[str], int]:
+    """Return which fragment a parameter is in, by name.
+
+    Blocks are dealt out in turn (``0, 1, 2, 0, ...``), as Streaming DiLoCo found best (Douillard et al. 2025, arXiv
+    2501.18512, "strided"); what is outside of blocks is in the last fragment.
+    """
+    if number > 1 and number > len(blocks):
+        raise ConfigurationError(
+            f"replica_sync: num_fragments={number}, but the model has {len(blocks)} blocks to deal out; use at most"
+            f" {max(1, len(blocks))}, or name the lists of blocks (blocks=...)."
+        )
+    of_block: Mapping[str, int] = {name: i % number for i, name in enumerate(blocks)}
+
+    def fragment(name: str) -> int:
+        return next((i for block, i in of_block.items() if name.startswith(f"{block}.")), number - 1)
+
+    return fragment
+
+
+def local(tensor: Any) -> Tensor:
+    """Return this rank's share of a parameter, without a graph, in the same memory."""
+    share: Tensor = tensor.detach()
+    return share.to_local() if isinstance(share, DTensor) else share
