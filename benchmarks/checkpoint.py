@@ -6,11 +6,13 @@ AdamW, so that all states exist, and then saves and loads in turn:
 - ``plain``: ``torch.distributed.checkpoint.save`` and ``load`` of the very parameters and moments (DTensors or whole),
   and nothing else: no loops, no schedules, no names of groups, no marker, no rename;
 - ``ours``: ``trainer.save_checkpoint``, and what a Trainer does to load it;
-- ``async``: ``trainer.save_checkpoint`` with ``save_distributed_checkpoint="async"``, until it returns.
+- ``async``: ``trainer.save_checkpoint`` with ``save_distributed_checkpoint="async"``, until it returns; and ``wait``,
+  how long the next optimizer step, after a forward and backward of the whole batch, waits for its states to be copied.
 
-Times are the slowest rank's, those of the processor the sum of all ranks', and medians of the rounds. Memory is the
-most that a rank's resident memory rises above what it was just before, of the rank and round where it rises most. When
-loading, both make the optimizer's states anew, as a run that begins does.
+Times are the slowest rank's, those of the processor the sum of all ranks' (of ``async`` without the thread that
+writes), and medians of the rounds. Memory is the most that a rank's resident memory rises above what it was just
+before, of the rank and round where it rises most. When loading, both make the optimizer's states anew, as a run that
+begins does.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ from torch.utils.data import DataLoader
 
 from benchmarks.checkpoint_matrix import LAYOUTS
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.sharding import backward_of
 
 __all__ = ["measure"]
 
-WIDTH = 1024
+WIDTH, BATCH = 1024, 64
 DEGREES = {**LAYOUTS, "dp2": {**LAYOUTS["1x1x1"], "data_parallel_size": 2}}
 
 
@@ -86,7 +89,7 @@ def measure(rank: int, layout: str, num_blocks: int, rounds: int, folder: Path) 
     quiet = {f"enable_{part}": False for part in ("progress_bar", "model_summary", "checkpointing")}
     trainer = L.Trainer(accelerator="cpu", devices=num_ranks, strategy=strategy, max_steps=1, logger=False, **quiet)  # type: ignore[arg-type]
     module = LitBlocks(num_blocks)
-    trainer.fit(module, DataLoader(torch.randn(16 * num_ranks, WIDTH), batch_size=16))
+    trainer.fit(module, DataLoader(torch.randn(BATCH * num_ranks, WIDTH), batch_size=BATCH))
     (optimizer,) = trainer.optimizers
     names = {id(p): name for name, p in module.named_parameters()}
 
@@ -104,6 +107,14 @@ def measure(rank: int, layout: str, num_blocks: int, rounds: int, folder: Path) 
         strategy.load_model_state_dict(checkpoint)
         strategy.load_optimizer_state_dict(checkpoint)
 
+    def step() -> None:
+        with strategy._step_randomness():
+            loss = strategy._inside("training_step", batch, 0)
+        with backward_of(strategy._root, loss):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     def save_async() -> None:
         object.__setattr__(strategy.settings, "save_distributed_checkpoint", "async")
         trainer.state.status = TrainerStatus.RUNNING  # as within fit; after it a save is waited for
@@ -118,17 +129,29 @@ def measure(rank: int, layout: str, num_blocks: int, rounds: int, folder: Path) 
         "load plain": load_plain,
         "load ours": load,
     }
-    found: dict[str, list[Cost]] = {name: [] for name in calls}
+    waits, copies = [], strategy._background._copies
+    wait = copies._wait
+    copies._wait = lambda: waits.append(_time_and_memory(wait))  # type: ignore[method-assign]
+    batch = torch.randn(BATCH, WIDTH)
+    found: dict[str, list[Cost]] = {name: [] for name in (*calls, "wait async", "step")}
     for number in range(rounds + 1):
         for name, call in list(calls.items())[:: -1 if number % 2 else 1]:  # who is first finds an emptier page cache
             if rank == 0 and name.startswith("save"):
                 shutil.rmtree(folder / name.removeprefix("save "), ignore_errors=True)
             dist.barrier()
+            own_thread = time.thread_time()
             result = _time_and_memory(call)
+            if name == "save async":  # the other thread has begun to copy
+                result = (result[0], time.thread_time() - own_thread, result[2])
+                step()
             dist.barrier()
             strategy._background.wait()
             if number:  # the first round warms up
                 found[name].append(result)
+        if number:
+            found["wait async"].append(waits.pop() if waits else (0.0, 0.0, 0.0))
+            found["step"].append(_time_and_memory(step))
+        waits.clear()
     return found
 
 
@@ -177,7 +200,15 @@ def main() -> None:
     for kind in ("save", "load"):
         ratios = (a / b for a, b in zip(medians[f"{kind} ours"], medians[f"{kind} plain"], strict=True))
         print("{}: ours / plain = {:.2f}, of the processor {:.2f}".format(kind, *ratios))
-    print(f"stall of async / save ours = {medians['save async'][0] / medians['save ours'][0]:.3f}")
+    stall = [
+        sum(max(rank[name][i][0] for rank in ranks) for name in ("save async", "wait async"))
+        for i in range(options.rounds)
+    ]
+    each = " ".join(f"{found:.3f}" for found in stall)
+    ratio = statistics.median(stall) / medians["save ours"][0]
+    print(f"stall of async, the step's wait included: {statistics.median(stall):.3f} s (rounds: {each})")
+    work = medians["save async"][1] / medians["save ours"][1]
+    print(f"stall of async / save ours = {ratio:.3f}, of the processor {work:.3f}")
 
 
 if __name__ == "__main__":

@@ -352,7 +352,7 @@ def _note(folder: Path, start: Killed, output: str, figures: Figures) -> float |
     figures.unfinished, figures.seen = figures.unfinished + left_behind, unfinished
     if figures.resumed_at[-1] is not None:
         assert figures.resumed_at[-1] >= figures.saved_at, (
-            f"Step {figures.saved_at} was saved, but lost: {start}\n{output}"
+            f"Step {figures.saved_at} was saved, but lost: {start}\n{sorted(os.listdir(folder / 'checkpoints'))}\n{output}"
         )
     saves = [e["step"] for e in diaries[0] if e["event"] == "saved" and e["name"].startswith("last")]
     if start.form != "async":  # there a save has only begun

@@ -1,23 +1,23 @@
 """Directories that are written while training goes on.
 
-What is to be written is copied to the host's memory first: that is how long training stands still. A thread on each
-rank then does what :func:`~lightning_hybrid.checkpoint.directory.write_parts` does, over a process group of its own, so
-that its messages never meet those of training. One checkpoint is on its way at a time: the next one waits for it. What
-is to be removed once the new one is whole is removed then, too.
+What is to be written is copied to the host's memory first (:mod:`~lightning_hybrid.checkpoint.host_copies`): while
+parameters are, training stands still. A thread on each rank copies the rest, and does what
+:func:`~lightning_hybrid.checkpoint.directory.write_parts` does, over a process group of its own, so that its messages
+never meet those of training. One checkpoint is on its way at a time: the next one waits for it. What is to be removed
+once the new one is whole is removed then, too.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lightning_hybrid.checkpoint.directory import Parts, write_parts
-from lightning_hybrid.checkpoint.tensors import Share
+from lightning_hybrid.checkpoint.directory import Parts, begin_directory, write_parts
+from lightning_hybrid.checkpoint.host_copies import HostCopies
 from lightning_hybrid.errors import CheckpointError
 
 __all__ = ["Background"]
@@ -31,19 +31,27 @@ class Background:
         self._error: BaseException | None = None
         self._afterwards: list[Callable[[], Any]] = []
         self._group: dist.ProcessGroup | None = None
-        self._copies: dict[Any, Tensor] = {}
+        self._copies = HostCopies()
 
-    def save(self, parts: Parts, path: Any) -> None:
+    def save(
+        self, parts: Parts, path: Any, around_wait: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
         """Copy what is to be written, and write it in the background.
 
+        Args:
+            parts: of the checkpoint.
+            path: where it is to lie.
+            around_wait: makes a context around each wait of an optimizer's step for its states to be copied.
+
         Raises:
-            CheckpointError: if the one before could not be saved.
+            CheckpointError: on every rank, if the one before could not be saved, or this one cannot be begun.
         """
         self.wait()
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
-        parts = Parts(parts.meta, parts.facts, parts.wanted, self._copied(parts.shares))
-        self._thread = threading.Thread(target=self._run, args=(parts, path), name="checkpoint", daemon=True)
+        aside = begin_directory(path)  # now: whoever links to the new one expects a folder
+        parts = Parts(parts.meta, parts.facts, parts.wanted, self._copies.begin(parts.shares, around_wait))
+        self._thread = threading.Thread(target=self._run, args=(parts, aside, path), name="checkpoint", daemon=True)
         self._thread.start()
 
     def afterwards(self, function: Callable[[], Any]) -> None:
@@ -63,6 +71,7 @@ class Background:
         if thread is None:
             return
         thread.join()
+        self._copies.release()
         (error, functions), self._error, self._afterwards = (self._error, self._afterwards), None, []
         if error is not None:  # what the new one was to replace stays
             raise CheckpointError(f"In the background: {error}") from error
@@ -73,30 +82,11 @@ class Background:
         """Give what is on its way a last chance after a failure elsewhere. Not a collective; errors are not shown."""
         if self._thread is not None:
             self._thread.join(seconds)
+            self._copies.release()
         self._thread, self._afterwards = None, []
 
-    def _run(self, parts: Parts, path: Any) -> None:
+    def _run(self, parts: Parts, aside: str, path: Any) -> None:
         try:
-            write_parts(parts, path, self._group)
+            write_parts(parts, aside, path, self._group, self._copies.finish)
         except BaseException as error:  # surfaces at the next save, or when the trainer ends
             self._error = error
-
-    def _copied(self, shares: dict[str, Any]) -> dict[str, Any]:
-        """The shares with pieces that training does not change; their memory is used again by the next save."""
-        copies, devices, copied = {}, set(), {}
-        for key, share in shares.items():
-            pieces = []
-            for start, piece in share.pieces:
-                copy = self._copies.get((key, start))
-                if copy is None or copy.shape != piece.shape or copy.dtype != piece.dtype:
-                    is_remote = piece.device.type != "cpu"
-                    copy = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=is_remote)
-                copies[key, start] = copy.copy_(piece, non_blocking=True)
-                devices.add(piece.device)
-                pieces.append((start, copy))
-            copied[key] = Share.make(share.shape, share.dtype, pieces, share.key)
-        for device in devices:
-            if device.type != "cpu":
-                torch.get_device_module(device).synchronize(device)
-        self._copies = copies
-        return copied

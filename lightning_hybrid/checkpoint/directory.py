@@ -32,6 +32,7 @@ from lightning_hybrid.errors import CheckpointError
 __all__ = [
     "Parts",
     "as_shares",
+    "begin_directory",
     "divide",
     "on_first",
     "read_directory",
@@ -145,7 +146,8 @@ def write_directory(checkpoint: Mapping[str, Any], path: Any, group: dist.Proces
     Raises:
         CheckpointError: on every rank, with the first cause. What was at ``path`` is as it was.
     """
-    write_parts(divide(checkpoint, path, group), path, group)
+    parts = divide(checkpoint, path, group)
+    write_parts(parts, begin_directory(path, group), path, group)
 
 
 @dataclass(frozen=True)
@@ -175,10 +177,31 @@ def divide(checkpoint: Mapping[str, Any], path: Any, group: dist.ProcessGroup | 
     return Parts(buffer.getvalue(), facts, set(stored.values()), shares)
 
 
-def write_parts(parts: Parts, path: Any, group: dist.ProcessGroup | None) -> None:
-    """See :func:`write_directory`."""
-    aside = on_first(lambda: begin_aside(path, is_folder=True), path, group)
+def begin_directory(path: Any, group: dist.ProcessGroup | None = None) -> str:
+    """Return where to write what will be at ``path``, the same on all ranks. A collective.
+
+    Raises:
+        CheckpointError: on every rank, if that is nowhere.
+    """
+    aside: str = on_first(lambda: begin_aside(path, is_folder=True), path, group)
+    return aside
+
+
+def write_parts(
+    parts: Parts, aside: str, path: Any, group: dist.ProcessGroup | None, finish_copies: Callable[[], Any] | None = None
+) -> None:
+    """See :func:`write_directory`.
+
+    Args:
+        parts: what to write.
+        aside: from :func:`begin_directory`.
+        path: where it will lie.
+        group: of the ranks that write.
+        finish_copies: to be called on all ranks beforehand.
+    """
     try:
+        if finish_copies is not None:
+            _on_all(finish_copies, path, group)
         _save_tensors(parts, aside, path, group)
         on_first(lambda: _finish(parts, aside, path), path, group)
     except CheckpointError:
@@ -261,6 +284,22 @@ def on_first(
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def _on_all(function: Callable[[], Any], path: Any, group: dist.ProcessGroup | None) -> None:
+    """Run a function on each rank; if it fails on some, fail on all. A collective."""
+    problem = None
+    try:
+        function()
+    except Exception as error:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        problem = f"The checkpoint {path} could not be saved: rank {rank}: {_text(error)}"
+    problems = [problem]
+    if dist.is_initialized():
+        problems = [None] * dist.get_world_size(group)
+        dist.all_gather_object(problems, problem, group=group)
+    for text in filter(None, problems):
+        raise CheckpointError(text)
 
 
 def _text(error: BaseException) -> str:

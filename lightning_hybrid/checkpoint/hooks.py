@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -180,7 +181,9 @@ class CheckpointHooks(AxisCollectives):
         if not self._is_sharded:
             on_first(lambda: write_file(checkpoint, path, self.checkpoint_io, storage_options), path)
         elif self.settings.save_distributed_checkpoint == "async" and self._is_running:
-            self._background.save(divide(checkpoint, path), path)
+            module: Any = self.lightning_module
+            waits = partial(module.trainer.profiler.profile, "save_checkpoint")  # so that they are no part of a step
+            self._background.save(divide(checkpoint, path), path, waits)
         else:
             write_directory(checkpoint, path)
 

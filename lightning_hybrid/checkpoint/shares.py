@@ -179,6 +179,7 @@ def leave_in_place(
             found[key] = torch.empty(offer.shape, dtype=offer.dtype)
         else:
             found[key] = Share.make(offer.shape, offer.dtype, pieces.get(key, ()))
+            found[key].source = entries.get(key)
     return found
 
 

@@ -70,6 +70,8 @@ class Share(_StandIn):
     pieces: list[Piece]
     key: str | None
     """The tensor's name, where it is not the path at which it is found."""
+    source: Tensor | None = None
+    """This rank's tensor, of which the pieces are views; DTensors count the changes of their own, not of views."""
 
     @classmethod
     def make(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
+import lightning_hybrid.checkpoint.host_copies as host_copies
 import lightning_hybrid.checkpoint.shares as shares
 from benchmarks.checkpoint_matrix import (
     LAYOUTS,
@@ -77,6 +80,39 @@ def test_what_is_forgotten_is_noticed(
     ranks = run_ranks(1, train, "1x1x1", tmp_path, 1, 2, tmp_path / "a-1.ckpt", "b", timeout=120)
     with pytest.raises(AssertionError, match="loss of step"):
         assert_same_losses(ranks, expected[0][STEPS : 2 * STEPS])
+
+
+def copy_late(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """States of optimizers are copied when a step is over, or so late that it should be."""
+    stepped, finish = threading.Event(), host_copies.HostCopies.finish
+    monkeypatch.setattr(host_copies, "SMALL", 0)
+    late = lambda self: [stepped.clear(), stepped.wait(seconds), finish(self)]  # noqa: E731
+    monkeypatch.setattr(host_copies.HostCopies, "finish", late)
+    monkeypatch.setattr(torch.optim.AdamW, "step", followed_by(stepped.set, torch.optim.AdamW.step))
+
+
+def followed_by(end: Callable[[], None], step: Any) -> Any:
+    """The step, and then ``end``; still torch's own by name."""
+    return functools.wraps(step)(lambda *args, **kwargs: [step(*args, **kwargs), end()][0])
+
+
+def test_states_are_copied_before_the_next_step(
+    expected: tuple[list[float], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LAYOUTS, "dp2", {**LAYOUTS["1x1x1"], "data_parallel_size": 2})
+    job = functools.partial(train, save_distributed_checkpoint="async")
+    with monkeypatch.context() as patch:
+        copy_late(patch, 0.3)
+        run_ranks(2, job, "dp2", tmp_path, 0, 2, None, "waited", timeout=120)
+    for epochs in (1, 2):
+        assert_same(read(tmp_path / f"waited-{epochs}.ckpt"), read(expected[1] / f"{PLAIN}-{epochs}.ckpt"))
+    copy_late(monkeypatch, 60)
+    monkeypatch.setattr(host_copies.HostCopies, "_before_step", lambda *_: None)  # the wrong variant
+    with pytest.raises(
+        CheckpointError, match=r"wrong-1.ckpt could not be saved: rank .: optimizer_0.state.\S+, and \d+"
+    ):
+        run_ranks(2, job, "dp2", tmp_path, 0, 2, None, "wrong", timeout=120)
+    assert not list(tmp_path.glob("wrong*"))
 
 
 def keep_best(rank: int, name: str, folder: Path, form: Any) -> list[Any]:
