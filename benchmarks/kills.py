@@ -350,9 +350,10 @@ def _note(folder: Path, start: Killed, output: str, figures: Figures) -> float |
     unfinished = {path.name for path in (folder / "checkpoints").glob("*.ckpt.*")}
     left_behind = bool(unfinished - figures.seen)
     figures.unfinished, figures.seen = figures.unfinished + left_behind, unfinished
+    there = sorted(os.listdir(folder / "checkpoints")) if figures.saved_at else []
     if figures.resumed_at[-1] is not None:
         assert figures.resumed_at[-1] >= figures.saved_at, (
-            f"Step {figures.saved_at} was saved, but lost: {start}\n{sorted(os.listdir(folder / 'checkpoints'))}\n{output}"
+            f"Step {figures.saved_at} was saved, but lost: {start}\n{there}\n{output}"
         )
     saves = [e["step"] for e in diaries[0] if e["event"] == "saved" and e["name"].startswith("last")]
     if start.form != "async":  # there a save has only begun

@@ -1,4 +1,4 @@
-"""A process that is killed at every boundary of a system call of its saves: what is resumed from has the latest step."""
+"""A process that is killed at every change of files that its saves make: what is resumed from has the latest step."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 import lightning_hybrid.checkpoint.whole as whole
 from lightning_hybrid.checkpoint.directory import as_shares, read_directory, write_directory
 from lightning_hybrid.checkpoint.files import write_file
+from lightning_hybrid.errors import CheckpointError
 from tests.unit.test_checkpoint_directory import content
 from tests.unit.test_restart import found
 
@@ -81,14 +82,14 @@ def kill_at_every_call(folder: Path) -> int:
 
 def test_nothing_is_lost_wherever_a_save_is_killed(tmp_path: Path) -> None:
     save_as_model_checkpoint_does(tmp_path, "directory", 1, "")
-    assert kill_at_every_call(tmp_path) > 40
+    assert kill_at_every_call(tmp_path) > 30
 
 
 def test_a_save_that_removes_first_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_as_model_checkpoint_does(tmp_path, "directory", 1, "")
     whole.remove(tmp_path / "step=1.ckpt")
     monkeypatch.setattr(sys.modules[__name__], "save_as_model_checkpoint_does", remove_first)
-    with pytest.raises(AssertionError, match=r"last\.ckpt\.incomplete"):
+    with pytest.raises(CheckpointError, match="There is no whole one beside it"):
         kill_at_every_call(tmp_path)
 
 
