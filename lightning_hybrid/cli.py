@@ -16,12 +16,15 @@ from rich.table import Table
 from lightning_hybrid.archive import Archive, Entry, best_entry, failed_degrees
 from lightning_hybrid.archive.document import to_plain
 from lightning_hybrid.cli_plan import plan_command
+from lightning_hybrid.cli_probe import doctor_command, probe_command
 from lightning_hybrid.errors import HybridError
 
 __all__ = ["best_command", "convert_command", "list_command", "main", "show_command"]
 
 _ARCHIVE = "What earlier runs left in an archive of configurations."
 _CONVERT = "A checkpoint in another form: a plain .ckpt file, a directory, or safetensors."
+_DOCTOR = "What makes training fail or slow on this machine, and what to do; nothing is changed."
+_PROBE = "Measures devices and links; writes a cluster profile for the planner."
 _PLAN = "Which degrees would train a model fastest, and what a step would take; nothing runs."
 _WIDTH_OF_TABLE = 120
 _WIDTH_OF_FILES = 200
@@ -29,7 +32,10 @@ _STYLES = {"ok": "green", "interrupted": "yellow", "running": "blue", "oom": "re
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, or 1 with one sentence on stderr (2 for unknown arguments)."""
+    """Run the command; returns the exit code: 0, or 1 with one sentence on stderr (2 for unknown arguments).
+
+    ``doctor`` has codes of its own, see :func:`~lightning_hybrid.cli_probe.doctor_command`.
+    """
     chosen = _build_parser().parse_args(None if arguments is None else list(arguments))
     group = chosen[chosen.subcommand]
     try:
@@ -37,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             convert_command(**vars(group))
         elif chosen.subcommand == "plan":
             plan_command(**vars(group))
+        elif chosen.subcommand == "probe":
+            probe_command(**vars(group))
+        elif chosen.subcommand == "doctor":
+            return doctor_command(**vars(group))
         else:
             _ARCHIVE_COMMANDS[group.subcommand](**vars(group[group.subcommand]))
     except HybridError as error:
@@ -56,6 +66,10 @@ def _build_parser() -> ArgumentParser:
     convert.add_argument("--weights_only", action="store_true", help="Leave out everything but the weights.")
     convert.add_argument("--trusted", action="store_true", help="Read objects of any class; that can run code.")
     groups.add_subcommand("plan", _plan_parser(), help=_PLAN)
+    groups.add_subcommand(
+        "probe", _flags_parser(_PROBE, probe_command, quick="Fewer sizes and repetitions."), help=_PROBE
+    )
+    groups.add_subcommand("doctor", _flags_parser(_DOCTOR, doctor_command, strict="Warnings count."), help=_DOCTOR)
     commands = archive.add_subcommands(required=True)
     for name, function in _ARCHIVE_COMMANDS.items():
         title = (function.__doc__ or "").partition("\n")[0]
@@ -64,6 +78,15 @@ def _build_parser() -> ArgumentParser:
         if "json" in signature(function).parameters:
             command.add_argument("--json", action="store_true", help="Print JSON for programs.")
         commands.add_subcommand(name, command, help=title)
+    return parser
+
+
+def _flags_parser(title: str, command: Callable[..., object], **flags: str) -> ArgumentParser:
+    """A parser of a command's arguments, of which ``flags`` and ``json`` take no value."""
+    parser, flags = ArgumentParser(description=title), flags | {"json": "Print JSON for programs."}
+    parser.add_function_arguments(command, as_group=False, skip=set(flags))
+    for name, text in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     return parser
 
 

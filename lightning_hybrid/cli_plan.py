@@ -88,7 +88,8 @@ def plan_command(
         sys.stdout.write(json_module.dumps(planning_to_plain(planning), indent=2) + "\n")
         return
     _ = planning.best  # refuses with the reasons if nothing fits
-    doubled = plan(profile, machines.with_devices(2 * machines.num_devices), **options)
+    twice = None if machines.gpu.host else machines.with_devices(2 * machines.num_devices)  # ranks share a CPU
+    doubled = None if twice is None else plan(profile, twice, **options)
     terminal = Console()
     console = terminal if terminal.is_terminal else Console(width=_WIDTH)  # a file has no edge to fit
     console.print(planning_tables(planning, doubled=doubled), highlight=False)

@@ -8,6 +8,7 @@ __all__ = [
     "ConfigurationError",
     "HybridError",
     "PipelineError",
+    "ProbeError",
     "UnsupportedError",
 ]
 
@@ -34,3 +35,7 @@ class CheckpointError(HybridError, RuntimeError):
 
 class ArchiveError(HybridError, RuntimeError):
     """The configuration archive cannot be read or written."""
+
+
+class ProbeError(HybridError, RuntimeError):
+    """Devices and links could not be measured; the message has what failed first, and on which rank."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-__all__ = ["exchange_directly", "reduce_scatter"]
+__all__ = ["all_gather", "exchange_directly", "reduce_scatter"]
 
 
 def exchange_directly(unit: FSDPModule) -> None:
@@ -37,20 +37,7 @@ class _DirectAllGather(_Allocates, AllGather):
     ) -> dist.Work | None:
         if async_op:
             return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=True)  # type: ignore[no-any-return]
-        here, shards = dist.get_rank(group), output_tensor.chunk(dist.get_world_size(group))
-        works = []
-        for peer, shard in enumerate(shards):
-            if peer == here:
-                if shard.data_ptr() != input_tensor.data_ptr():
-                    shard.copy_(input_tensor)
-            else:
-                works += [
-                    dist.irecv(shard, group=group, group_src=peer),
-                    dist.isend(input_tensor, group=group, group_dst=peer),
-                ]
-        for work in works:
-            assert work is not None
-            work.wait()
+        all_gather(output_tensor, input_tensor, group)
         return None
 
 
@@ -66,6 +53,27 @@ class _DirectReduceScatter(_Allocates, ReduceScatter):
             )
         reduce_scatter(output_tensor, input_tensor, group, op)
         return None
+
+
+def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    """Put the ranks' shards one after the other; on gloo each goes there directly."""
+    if dist.get_backend(group) != "gloo":
+        dist.all_gather_single(output, input, group=group)
+        return
+    here, shards = dist.get_rank(group), output.chunk(dist.get_world_size(group))
+    works = []
+    for peer, shard in enumerate(shards):
+        if peer == here:
+            if shard.data_ptr() != input.data_ptr():
+                shard.copy_(input)
+        else:
+            works += [
+                dist.irecv(shard, group=group, group_src=peer),
+                dist.isend(input, group=group, group_dst=peer),
+            ]
+    for work in works:
+        assert work is not None
+        work.wait()
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.planner.gpus import Gpu, find_gpu
+from lightning_hybrid.planner.links import Measured
+from lightning_hybrid.planner.placement import Placement
 
-__all__ = ["Cluster"]
+__all__ = ["SCHEMA", "Cluster"]
+
+#: Version of the JSON document; it grows when an older reader would misunderstand a newer document.
+SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,10 @@ class Cluster:
     """GB/s of one device to the others of its node, one direction (nominal; collectives reach a part of it)."""
     network: float
     """GB/s of one *node* to the others, one direction."""
+    measured: Measured | None = None
+    """What a probe found; counts instead of the nominal links."""
+    placement: Placement = field(default_factory=Placement)
+    """Which device each rank has."""
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "per_node", "link", "network"):
@@ -59,7 +68,18 @@ class Cluster:
         Raises:
             ConfigurationError: if the device is unknown.
         """
-        gpu = find_gpu(device)
+        return cls._of(find_gpu(device), num_devices, per_node=per_node, link=link, network_gbits=network_gbits)
+
+    @classmethod
+    def _of(
+        cls,
+        gpu: Gpu,
+        num_devices: int,
+        *,
+        per_node: int | None = None,
+        link: float | None = None,
+        network_gbits: float | None = None,
+    ) -> Cluster:
         full = per_node or gpu.per_node
         return cls(
             gpu=gpu,
@@ -71,46 +91,65 @@ class Cluster:
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Read a cluster: ``{"device": "H100", "num_devices": 64, ...}``.
+        """Read a cluster: ``{"device": "H100", "num_devices": 64, ...}``, or the profile that a probe wrote.
 
-        ``device`` is a name, or an object with the fields of :class:`~lightning_hybrid.planner.gpus.Gpu`; other keys
-        are the arguments of :meth:`named`.
+        ``device`` is a name, or an object with the fields of :class:`~lightning_hybrid.planner.gpus.Gpu`; ``measured``
+        an object with those of :class:`~lightning_hybrid.planner.links.Measured`; other keys are the arguments of
+        :meth:`named`.
 
         Raises:
-            ConfigurationError: if the file cannot be read, or a key is missing or unknown.
+            ConfigurationError: if the file cannot be read, a key is missing or unknown, or a newer version wrote it.
         """
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(document, dict):
                 raise ValueError(f"it holds {type(document).__name__}, not an object")
             return cls._from_document(document)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigurationError(f"{os.fspath(path)} does not describe a cluster: {error}.") from error
 
     @classmethod
     def _from_document(cls, document: Mapping[str, Any]) -> Cluster:
         rest = dict(document)
-        device = rest.pop("device", None)
-        if isinstance(device, str):
-            return cls.named(device, **rest)
-        if not isinstance(device, dict):
+        if (schema := rest.pop("schema", SCHEMA)) not in range(1, SCHEMA + 1):
+            raise ValueError(f"its schema is {schema!r}, this version reads up to {SCHEMA}: update lightning-hybrid")
+        device, measured = rest.pop("device", None), rest.pop("measured", None)
+        if not isinstance(device, (str, dict)):
             raise ValueError('"device" is missing')
-        gpu = Gpu(**device)
-        num_devices = int(rest.pop("num_devices"))
-        full = rest.pop("per_node", None) or gpu.per_node
-        link, gbits = rest.pop("link", None) or gpu.link, rest.pop("network_gbits", None) or gpu.network * full
-        if rest:
-            raise ValueError(f"unknown keys {', '.join(rest)}")
-        return cls(gpu=gpu, num_devices=num_devices, per_node=min(full, num_devices), link=link, network=gbits / 8)
+        known = find_gpu(device) if isinstance(device, str) else Gpu(**device)
+        nodes = cls._of(known, int(rest.pop("num_devices")), **rest)
+        return replace(nodes, measured=Measured.from_document(measured)) if measured else nodes
+
+    @classmethod
+    def probe(cls, devices: int | None = None, *, quick: bool = False, timeout: float = 120.0) -> Cluster:
+        """Measure the devices and links of this job, or of this machine; see :func:`lightning_hybrid.probe.probe`.
+
+        In a job with several ranks (under ``torchrun``, or where a process group exists) all ranks call this, and all
+        get the same cluster; else ``devices`` processes are started on this machine for the time of the probe.
+
+        Args:
+            devices: Ranks to start; by default all GPUs, or one rank without any.
+            quick: Fewer sizes and repetitions: a second or two.
+            timeout: Seconds after which it fails on all ranks.
+
+        Raises:
+            ProbeError: if a rank fails or the time is over; the message has the first cause.
+        """
+        from lightning_hybrid.probe import probe  # needs process groups, which the planner does not
+
+        return probe(devices, quick=quick, timeout=timeout)
 
     def to_json(self) -> str:
-        """Return what :meth:`from_json` reads."""
-        document = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("gpu", "network")}
-        return json.dumps({"device": asdict(self.gpu), **document, "network_gbits": self.network * 8}, indent=2)
+        """Return what :meth:`from_json` reads (not the placement, which belongs to a plan)."""
+        document: dict[str, Any] = {"schema": SCHEMA, "device": asdict(self.gpu), "num_devices": self.num_devices}
+        document |= {"per_node": self.per_node, "link": self.link, "network_gbits": self.network * 8}
+        if self.measured is not None:
+            document["measured"] = self.measured.to_document()
+        return json.dumps(document, indent=2)
 
     def with_devices(self, num_devices: int) -> Cluster:
-        """Return the same nodes with another number of devices."""
-        return replace(self, num_devices=num_devices)
+        """Return the same nodes with another number of devices, in the usual order."""
+        return replace(self, num_devices=num_devices, placement=Placement())
 
     @property
     def num_nodes(self) -> int:
@@ -118,7 +157,7 @@ class Cluster:
         return -(-self.num_devices // self.per_node)
 
     def __str__(self) -> str:
-        return (
-            f"{self.num_devices} x {self.gpu.name}, {self.per_node} a node, {self.link:.0f} GB/s within,"
-            f" {self.network * 8:.0f} Gbit/s between nodes"
-        )
+        text = f"{self.num_devices} x {self.gpu.name}, {self.per_node} a node, {self.link:.0f} GB/s within"
+        if self.num_nodes > 1:
+            text += f", {self.network * 8:.0f} Gbit/s between nodes"
+        return text + ("" if self.measured is None else "; links measured")

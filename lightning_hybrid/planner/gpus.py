@@ -50,6 +50,8 @@ class Gpu:
     matmul: float | None = None
     """Share of the peak that the best bf16 matrix product reaches; ``None`` if nobody measured."""
     matmul_fp8: float | None = None
+    host: bool = False
+    """Whether it is a CPU: no driver, kernels and communicators take of its memory."""
     fast_attention: float = 0.6
     """Share of the best matrix product's rate that flash attention reaches: the second version's kernels are written
     for Ampere; on Blackwell cuDNN's and the fourth's are usual."""

@@ -12,6 +12,7 @@ from lightning_hybrid.planner.search import Plan, Planning
 from lightning_hybrid.planner.setup import Setup
 from lightning_hybrid.planner.stage_memory import StageMemory
 from lightning_hybrid.planner.step import PARTS
+from lightning_hybrid.planner.topology import launch_lines
 
 __all__ = ["planning_tables", "planning_to_plain"]
 
@@ -31,6 +32,7 @@ def planning_tables(planning: Planning, *, doubled: Planning | None = None) -> R
     best = planning.best
     lines: list[RenderableType] = [_head(planning), "", _plans(planning.plans), "", _time(best), "", _memory(best), ""]
     lines += [f"[bold]use[/bold] {_call(best)}"]
+    lines += _placing(planning)
     lines += [f"[yellow]note[/yellow] {escape(remark)}" for remark in best.remarks]
     if planning.idle:
         idle = f"{planning.idle} of {planning.cluster.num_devices} devices stay idle"
@@ -40,6 +42,19 @@ def planning_tables(planning: Planning, *, doubled: Planning | None = None) -> R
     if planning.rejected:
         lines += ["", _rejected(planning)]
     return Group(*lines)
+
+
+def _placing(planning: Planning) -> list[str]:
+    """Which device each rank should have, and what is known of links."""
+    placed, cluster = planning.best.placed, planning.cluster
+    lines = [f"[bold]place[/bold] {escape(line)}" for line in (placed.reasons if placed else ())]
+    if placed and not placed.placement.usual:
+        lines += [f"[bold]start[/bold] {escape(line)}" for line in launch_lines(placed.placement, cluster)]
+    if cluster.measured is None:
+        lines.append("[blue]note[/blue] links are those of data sheets; lightning-hybrid probe measures yours")
+    else:
+        lines += [f"[yellow]slow[/yellow] {escape(found.text)}" for found in cluster.measured.slow]
+    return lines
 
 
 def _head(planning: Planning) -> str:
@@ -180,4 +195,6 @@ def _plan_to_plain(made: Plan) -> dict[str, Any]:
         "num_devices": made.setup.num_devices,
         "remarks": list(made.remarks),
         "behind": made.behind,
+        "order": list(made.placed.placement.order) if made.placed else None,
+        "placement": list(made.placed.reasons) if made.placed else [],
     }

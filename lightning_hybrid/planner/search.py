@@ -11,7 +11,7 @@ than there are are tried where no plan uses all, and on small clusters always.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
@@ -22,6 +22,7 @@ from lightning_hybrid.planner.rules import MEMORY_SHARE, advise, first_problem, 
 from lightning_hybrid.planner.setup import Setup, describe
 from lightning_hybrid.planner.stage_memory import memory_of_stages
 from lightning_hybrid.planner.step import PARTS, Estimate, estimate, head_in_blocks
+from lightning_hybrid.planner.topology import Placed, can_gain, place
 
 __all__ = ["CLOSE", "Plan", "Planning", "Rejection", "plan", "rank_estimates"]
 
@@ -29,6 +30,8 @@ __all__ = ["CLOSE", "Plan", "Planning", "Rejection", "plan", "rank_estimates"]
 CLOSE = 0.03
 #: Clusters on which plans that leave devices idle are always tried.
 _SMALL = 32
+#: Plans beyond those that are returned that may become better when their ranks are placed.
+_MORE = 10
 _GIB = 2**30
 
 
@@ -43,6 +46,8 @@ class Plan:
     remarks: tuple[str, ...] = ()
     behind: str = ""
     """Why it is not the first one."""
+    placed: Placed | None = None
+    """Which device each rank should have, where that matters."""
 
     @property
     def setup(self) -> Setup:
@@ -169,7 +174,10 @@ def plan(
                 continue
             for setup in _setups(profile, layout, global_batch, options):
                 _try(profile, cluster, setup, memory_share, layout in known, constants, found)
-    ranked = rank_estimates(profile, cluster, found.fitting, known)[:most]
+    ranked = rank_estimates(profile, cluster, found.fitting, known)
+    if can_gain(cluster):
+        ranked = _place_all(profile, cluster, ranked[: most + _MORE], constants)
+    ranked = ranked[:most]
     plans = tuple(_explained(ranked[0], other) for other in ranked)
     used = {describe(estimate.setup.layout) for estimate in found.fitting}
     rejected = [Rejection(what, why) for what, why in found.rejected.items() if what not in used]
@@ -209,6 +217,18 @@ def rank_estimates(
     close = [made for made in plans if made.seconds <= limit]
     close.sort(key=lambda made: preference(made.estimate, len(made.remarks)))
     return close + plans[len(close) :]
+
+
+def _place_all(profile: ModelProfile, cluster: Cluster, plans: Sequence[Plan], constants: Constants) -> list[Plan]:
+    """The plans with their ranks placed, those that stay within :data:`CLOSE` of the fastest in their order."""
+    made = []
+    for plan in plans:
+        placed = place(profile, cluster, plan.setup, constants=constants)
+        seconds = plan.seconds if plan.measured else placed.estimate.seconds
+        made.append(replace(plan, estimate=placed.estimate, seconds=seconds, placed=placed))
+    limit = min((plan.seconds for plan in made), default=0.0) * (1 + CLOSE)
+    close = [plan for plan in made if plan.seconds <= limit]
+    return close + sorted((plan for plan in made if plan.seconds > limit), key=lambda plan: plan.seconds)
 
 
 def _counts(cluster: Cluster) -> Iterator[int]:
@@ -310,7 +330,7 @@ def _try(
         if any(other.recompute == setup.recompute or other.reshard <= setup.reshard for other in kept):
             continue
         layers = setup.layers_of_stages(profile.num_layers, head_in_blocks(profile))
-        needed = max(stage.total for stage in memory_of_stages(profile, setup, layers))
+        needed = max(stage.total for stage in memory_of_stages(profile, setup, layers, host=cluster.gpu.host))
         if needed <= limit or has_run:
             kept.append(setup)
             found.fitting.append(estimate(profile, cluster, setup, constants=constants))
@@ -340,13 +360,7 @@ def _explained(best: Plan, other: Plan) -> Plan:
         loss = {name: other.estimate.parts[name] - best.estimate.parts[name] for name in PARTS}
         worst = max(loss, key=lambda name: loss[name])
         text = f"{more:.1%} slower; most by {worst} (+{loss[worst]:.3g} s)"
-    return Plan(
-        estimate=other.estimate,
-        seconds=other.seconds,
-        measured=other.measured,
-        remarks=other.remarks,
-        behind=text,
-    )
+    return replace(other, behind=text)
 
 
 def divisors_up_to(number: int, limit: int) -> list[int]:

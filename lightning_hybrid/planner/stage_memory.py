@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from lightning_hybrid.planner.profile import ModelProfile
 from lightning_hybrid.planner.setup import Setup
@@ -14,6 +14,8 @@ KERNEL_BYTES = 1.5 * 2**30
 #: What communicators take where there are other ranks (driver, kernels and communicators together: 5 GiB in Sailor's
 #: measurements, and in what nvidia-smi showed of BLOOM's runs).
 COMMUNICATOR_BYTES = 3.5 * 2**30
+#: What Python and its libraries take in each process where ranks are processes of a CPU (torch 2.13, Lightning 2.6).
+PROCESS_BYTES = 0.5 * 2**30
 #: What the allocator reserves for each byte that is in use: the upper end of what has been measured (1.05 to 1.10).
 FRAGMENTS = 1.10
 
@@ -31,11 +33,13 @@ class StageMemory:
     logits: float
     alone: bool = False
     """Whether there is no other rank to talk to."""
+    host: bool = False
+    """Whether the device is a CPU."""
 
     @property
     def allocated(self) -> float:
         """What the allocator has given out."""
-        return float(sum(getattr(self, field.name) for field in fields(self) if field.name != "alone"))
+        return float(sum(getattr(self, field.name) for field in fields(self) if field.name not in ("alone", "host")))
 
     @property
     def states(self) -> float:
@@ -45,6 +49,8 @@ class StageMemory:
     @property
     def total(self) -> float:
         """What the device must have: with the allocator's gaps, driver and communicators."""
+        if self.host:
+            return self.allocated * FRAGMENTS + PROCESS_BYTES
         return self.allocated * FRAGMENTS + KERNEL_BYTES + (0.0 if self.alone else COMMUNICATOR_BYTES)
 
 
@@ -67,16 +73,20 @@ def in_flight(setup: Setup, stage: int) -> float:
     return float(min(count, ranks - stage))
 
 
-def memory_of_stages(profile: ModelProfile, setup: Setup, layers: list[int]) -> list[StageMemory]:
+def memory_of_stages(
+    profile: ModelProfile, setup: Setup, layers: list[int], *, host: bool = False
+) -> list[StageMemory]:
     """Bytes of each pipeline rank.
 
     Args:
         profile: The model.
         setup: The run.
         layers: Blocks of each rank.
+        host: Whether ranks are processes of a CPU.
     """
     last = len(layers) - 1
-    return [_stage(profile, setup, count, stage, stage == last) for stage, count in enumerate(layers)]
+    stages = [_stage(profile, setup, count, stage, stage == last) for stage, count in enumerate(layers)]
+    return [replace(stage, host=True) for stage in stages] if host else stages
 
 
 def stage_parameters(profile: ModelProfile, setup: Setup, count: int, *, first: bool, last: bool) -> float:

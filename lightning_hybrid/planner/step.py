@@ -16,6 +16,7 @@ from lightning_hybrid.planner.cluster import Cluster
 from lightning_hybrid.planner.collectives import ring, send
 from lightning_hybrid.planner.compute import Work, block_time, head_time
 from lightning_hybrid.planner.constants import FITTED, Constants
+from lightning_hybrid.planner.placement import Placement
 from lightning_hybrid.planner.profile import ModelProfile
 from lightning_hybrid.planner.setup import Setup
 from lightning_hybrid.planner.stage_memory import StageMemory, memory_of_stages, stage_parameters
@@ -89,13 +90,15 @@ def estimate(profile: ModelProfile, cluster: Cluster, setup: Setup, *, constants
         constants: What was fitted to measurements.
     """
     layers = setup.layers_of_stages(profile.num_layers, head_in_blocks(profile))
+    if cluster.measured is not None and not cluster.placement.order:  # others may be slow, but have no part in it
+        cluster = replace(cluster, placement=Placement(tuple(range(setup.num_devices))))
     parts = step_parts(profile, cluster, setup, layers, constants)
     seconds = sum(parts.values())
     peak = cluster.gpu.peak("bf16") * setup.num_devices
     return Estimate(
         setup=setup,
         parts=parts,
-        memory=tuple(memory_of_stages(profile, setup, layers)),
+        memory=tuple(memory_of_stages(profile, setup, layers, host=cluster.gpu.host)),
         layers=tuple(layers),
         mfu=setup.global_batch * profile.flops_per_sample / (seconds * peak),
         tokens_per_second=setup.global_batch * profile.seq_length / seconds,
@@ -248,15 +251,15 @@ def _shards_exposed(
     units = [profile.layer_parameters / tensor] * count
     tables = stage_parameters(profile, setup, 0, first=first, last=last)
 
-    def gather(width: float) -> float:
-        block = ring(setup.shard_group, width * units[0], cluster, constants) if units else 0.0
-        return len(units) * block + ring(setup.shard_group, width * tables, cluster, constants)
+    def gather(width: float, op: str = "all_gather") -> float:
+        block = ring(setup.shard_group, width * units[0], cluster, constants, op=op) if units else 0.0
+        return len(units) * block + ring(setup.shard_group, width * tables, cluster, constants, op=op)
 
     whole = sum(units) + tables
     replicas = ring(setup.replica_group, setup.gradient_bytes * whole / setup.shards, cluster, constants, passes=2)
     if setup.reshard:
         replicas /= setup.num_microbatches  # they meet once a step
-    reduce = gather(setup.gradient_bytes) + replicas
+    reduce = gather(setup.gradient_bytes, "reduce_scatter") + replicas
     forward = passed.forward + passed.tensor / (3 if setup.recompute == "full" else 2)
     backward = passed.seconds - passed.pipeline - forward
     if not setup.reshard:  # gathered once, reduced once: shared by the micro-batches of a step
@@ -296,7 +299,7 @@ def _after(
         return 0.0, 0.0
     if setup.zero == 3:
         return 0.0, optimizer
-    reduced = ring(setup.shard_group, setup.gradient_bytes * parameters, cluster, constants)
+    reduced = ring(setup.shard_group, setup.gradient_bytes * parameters, cluster, constants, op="reduce_scatter")
     gathered = 0.0
     if setup.zero:  # each rank updates its share, which the others then need
         gathered = ring(setup.shard_group, 2 * parameters, cluster, constants)
