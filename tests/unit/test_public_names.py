@@ -28,6 +28,7 @@ PUBLIC = {
         "ConfigurationError",
         "HybridError",
         "PipelineError",
+        "ProbeError",
         "UnsupportedError",
     },
 }
