@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 SUMMARIES = (
     ("step_worst/", None),
     ("step", "mean,min,last"),
-    ("bubble/slowest_stage", None),
+    ("bubble/slowest_", None),
     ("bubble/", "mean,min,last"),
     ("throughput/batch_size", None),
     ("throughput/step_s", "mean,min,last"),

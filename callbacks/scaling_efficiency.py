@@ -21,6 +21,7 @@ from lightning_hybrid.layout import Layout
 from lightning_hybrid.metrics.scaling import Reference, Scaling, compare
 from lightning_hybrid.metrics.throughput import Throughput, count_once
 from lightning_hybrid.recorder import RecordedStep
+from lightning_hybrid.report.groups import reference_of
 
 __all__ = ["ScalingEfficiency"]
 
@@ -210,16 +211,7 @@ def as_reference(baseline: float | Mapping[str, Any] | Reference | Entry) -> Ref
     if isinstance(baseline, Reference):
         return baseline
     if isinstance(baseline, Entry):
-        return Reference(
-            num_devices=baseline.hardware.num_devices,
-            samples_per_second=baseline.result.samples_per_second,
-            tokens_per_second=baseline.result.tokens_per_second,
-            global_batch_size=baseline.batch.global_size,
-            num_data_ranks=baseline.degrees.data_parallel_size,
-            model=baseline.model.hash,
-            precision=baseline.settings.precision,
-            hardware=baseline.hardware.kind,
-        )
+        return reference_of(baseline)
     if isinstance(baseline, Mapping):
         try:
             return Reference(**{"num_devices": 1, **baseline})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
@@ -17,6 +17,8 @@ from lightning_hybrid.archive import Archive, Entry, best_entry, failed_degrees
 from lightning_hybrid.archive.document import to_plain
 from lightning_hybrid.cli_plan import plan_command
 from lightning_hybrid.cli_probe import doctor_command, probe_command
+from lightning_hybrid.cli_report import report_command
+from lightning_hybrid.cli_schedule import schedule_command
 from lightning_hybrid.errors import HybridError
 
 __all__ = ["best_command", "convert_command", "list_command", "main", "show_command"]
@@ -39,16 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _build_parser().parse_args(None if arguments is None else list(arguments))
     group = chosen[chosen.subcommand]
     try:
-        if chosen.subcommand == "convert":
-            convert_command(**vars(group))
-        elif chosen.subcommand == "plan":
-            plan_command(**vars(group))
-        elif chosen.subcommand == "probe":
-            probe_command(**vars(group))
+        if chosen.subcommand == "archive":
+            _ARCHIVE_COMMANDS[group.subcommand](**vars(group[group.subcommand]))
         elif chosen.subcommand == "doctor":
             return doctor_command(**vars(group))
         else:
-            _ARCHIVE_COMMANDS[group.subcommand](**vars(group[group.subcommand]))
+            _COMMANDS[chosen.subcommand](**vars(group))
     except HybridError as error:
         Console(stderr=True).print(f"[red]{type(error).__name__}:[/red] {error}", highlight=False, soft_wrap=True)
         return 1
@@ -70,6 +68,9 @@ def _build_parser() -> ArgumentParser:
         "probe", _flags_parser(_PROBE, probe_command, quick="Fewer sizes and repetitions."), help=_PROBE
     )
     groups.add_subcommand("doctor", _flags_parser(_DOCTOR, doctor_command, strict="Warnings count."), help=_DOCTOR)
+    for name, function, positional in (("report", report_command, "source"), ("schedule", schedule_command, "name")):
+        text = (function.__doc__ or "").partition("\n")[0]
+        groups.add_subcommand(name, _drawing_parser(function, positional, text), help=text)
     commands = archive.add_subcommands(required=True)
     for name, function in _ARCHIVE_COMMANDS.items():
         title = (function.__doc__ or "").partition("\n")[0]
@@ -87,6 +88,20 @@ def _flags_parser(title: str, command: Callable[..., object], **flags: str) -> A
     parser.add_function_arguments(command, as_group=False, skip=set(flags))
     for name, text in flags.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
+    return parser
+
+
+def _drawing_parser(function: Callable[..., None], positional: str, text: str) -> ArgumentParser:
+    """A command with one positional argument, and the file to write as ``-o``."""
+    parser = ArgumentParser(description=text)
+    default = signature(function).parameters[positional].default
+    about = _ARGUMENTS[positional]
+    if default is Parameter.empty:
+        parser.add_argument(positional, type=str, help=about)
+    else:
+        parser.add_argument(positional, type=str, nargs="?", default=default, help=about)
+    parser.add_argument("-o", "--output", type=str | None, default=signature(function).parameters["output"].default)
+    parser.add_function_arguments(function, as_group=False, skip={positional, "output"})
     return parser
 
 
@@ -218,6 +233,19 @@ _ARCHIVE_COMMANDS: dict[str, Callable[..., None]] = {
     "list": list_command,
     "show": show_command,
     "best": best_command,
+}
+
+
+_COMMANDS: dict[str, Callable[..., object]] = {
+    "convert": convert_command,
+    "plan": plan_command,
+    "probe": probe_command,
+    "report": report_command,
+    "schedule": schedule_command,
+}
+_ARGUMENTS = {
+    "source": "An archive (folder or fsspec URL), an entry's file, or an entry's id; by default the folder archive.",
+    "name": "A schedule, such as 1F1B or ZBVZeroBubble, or a table of your own (*.csv).",
 }
 
 

@@ -19,6 +19,7 @@ else:
     import tomli as tomllib  # mypy brings it on Python 3.10
 
 ROOT = Path(__file__).parents[2]
+DATA = {"lightning_hybrid/py.typed", "lightning_hybrid/report/report.css", "lightning_hybrid/report/report.js"}
 
 
 def run_python(*arguments: str, cwd: Path, **environment: str) -> str:
@@ -63,7 +64,7 @@ def test_wheel_holds_every_module_and_nothing_else(dist: Path):
     files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = [(name.replace(".", "/"), path) for name, path in package_folders().items()]
     expected = {f"{name}/{module.name}" for name, path in modules for module in path.glob("*.py")}
-    assert files == expected | {"lightning_hybrid/py.typed"}
+    assert files == expected | DATA
 
 
 def test_sdist_holds_what_a_packager_needs(dist: Path):
