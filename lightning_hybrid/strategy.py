@@ -62,8 +62,8 @@ class Hybrid3DStrategy(ReplicaHooks):
         tensor_parallel_size: Ranks that split each block's matrices, following ``tp_plan``.
         pipeline_parallel_size: Ranks that split the blocks.
         replicate_size: Replicas along the data axis (HSDP); parameters are sharded over the rest of it.
-        replica_sync: Optimizer steps from one exchange of the replicas to the next; or a
-            :class:`~lightning_hybrid.ReplicaSync`, or dict of its fields (local SGD, DiLoCo). 1 averages gradients.
+        replica_sync: Optimizer steps from one exchange of the replicas to the next, ``"auto"``, or a
+            :class:`~lightning_hybrid.ReplicaSync` or dict of its fields (local SGD, DiLoCo). 1 averages gradients.
         num_microbatches: Pieces into which each rank's batch is cut for the pipeline; ``"auto"`` is twice the number
             of pipeline ranks.
         schedule: torch's name of a pipeline schedule, such as ``"GPipe"``, ``"1F1B"`` or ``"Interleaved1F1B"``;
@@ -108,7 +108,7 @@ class Hybrid3DStrategy(ReplicaHooks):
         tensor_parallel_size: Degree = "auto",
         pipeline_parallel_size: Degree = "auto",
         replicate_size: Degree = 1,
-        replica_sync: int | ReplicaSync | dict[str, Any] = 1,
+        replica_sync: Degree | ReplicaSync | dict[str, Any] = 1,
         num_microbatches: Degree = "auto",
         schedule: str | os.PathLike[str] = "auto",
         stages_per_rank: Degree = "auto",

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_hybrid.planner.replicas import propose_for_plan
 from lightning_hybrid.planner.search import Plan, Planning
 from lightning_hybrid.planner.setup import Setup
 from lightning_hybrid.planner.stage_memory import StageMemory
@@ -37,6 +38,12 @@ def planning_tables(planning: Planning, *, doubled: Planning | None = None) -> R
     if planning.idle:
         idle = f"{planning.idle} of {planning.cluster.num_devices} devices stay idle"
         lines.append(f"[yellow]note[/yellow] {idle}: {_why(planning)}")
+    if (proposed := propose_for_plan(planning)) is not None:
+        number, how = proposed
+        lines.append(
+            f"[bold]{number} replicas[/bold] that exchange now and then (replicate_size={number}, not compared above):"
+            f' replica_sync={{"interval": {how.interval}, "method": "{how.method}"}}: {escape(how.reason)}'
+        )
     if doubled is not None:
         lines.append(_gain(planning, doubled))
     if planning.rejected:

@@ -22,11 +22,12 @@ class ReplicaSync:
         ConfigurationError: for values that cannot be meant together.
     """
 
-    interval: int
-    """Optimizer steps from one exchange to the next (``H``)."""
-    method: Literal["average", "diloco"] = "average"
+    interval: int | Literal["auto"]
+    """Optimizer steps from one exchange to the next (``H``); ``"auto"``: by the first steps' and exchange's times."""
+    method: Literal["average", "diloco", "auto"] = "average"
     """``"average"``: weights become the mean over the replicas (local SGD; with ``interval=1`` it is gradients that are
-    averaged, as in HSDP). ``"diloco"``: the mean difference since the last exchange is a gradient for an outer SGD."""
+    averaged, as in HSDP). ``"diloco"``: the mean difference since the last exchange is a gradient for an outer SGD.
+    ``"auto"``, with ``interval="auto"``: averages first, then what suits the interval."""
     outer_lr: float = 0.7
     """Learning rate of DiLoCo's outer SGD."""
     outer_momentum: float = 0.9
@@ -48,7 +49,9 @@ class ReplicaSync:
         for name, (is_right, right) in _RULES.items():
             if not is_right(value := getattr(self, name)):
                 raise ConfigurationError(f"replica_sync: {name}={value!r} must be {right}.")
-        if max(self.num_fragments, self.delay + 1) > self.interval:
+        object.__setattr__(self, "close_before", tuple(event for event in EVENTS if event in self.close_before))
+        self._check_auto()
+        if self.interval != "auto" and max(self.num_fragments, self.delay + 1) > self.interval:
             raise ConfigurationError(
                 f"replica_sync: num_fragments={self.num_fragments} and delay={self.delay} must fit into"
                 f" interval={self.interval} steps: at most {self.interval} fragments, and a delay of at most"
@@ -60,9 +63,21 @@ class ReplicaSync:
                 ' not hold. Have "checkpoint" in close_before, or use delay=0.'
             )
 
+    def _check_auto(self) -> None:
+        if self.method == "auto" and self.interval != "auto":
+            raise ConfigurationError(
+                f'replica_sync: method="auto" chooses together with the interval, but interval={self.interval}. Give'
+                ' method="average" or "diloco", or interval="auto".'
+            )
+        if self.interval == "auto" and (self.num_fragments > 1 or self.delay):
+            raise ConfigurationError(
+                f"replica_sync: num_fragments={self.num_fragments} and delay={self.delay} need a known interval; give a"
+                ' number in place of interval="auto", or one fragment without a delay.'
+            )
+
     @classmethod
     def of(cls, value: Any) -> ReplicaSync:
-        """Return what the strategy's argument means: a number of steps, a dict, or the options themselves.
+        """Return what the strategy's argument means: a number of steps, ``"auto"``, a dict, or the options themselves.
 
         Raises:
             ConfigurationError: for anything else.
@@ -71,12 +86,14 @@ class ReplicaSync:
             return value
         if isinstance(value, int) and not isinstance(value, bool):
             return cls(interval=value)
+        if value == "auto":
+            return cls(interval="auto", method="auto")
         known = {field.name for field in fields(cls)}
         if isinstance(value, Mapping) and "interval" in value and value.keys() <= known:
             return cls(**value)
         raise ConfigurationError(
-            f"replica_sync={value!r} must be a number of optimizer steps, or a ReplicaSync, or a dict with interval and"
-            f" some of {', '.join(sorted(known))}."
+            f'replica_sync={value!r} must be a number of optimizer steps, "auto", a ReplicaSync, or a dict with'
+            f" interval and some of {', '.join(sorted(known))}."
         )
 
     @property
@@ -91,8 +108,8 @@ class ReplicaSync:
 
 
 _RULES: dict[str, tuple[Any, str]] = {
-    "interval": (lambda v: type(v) is int and v >= 1, "an integer of at least 1"),
-    "method": (lambda v: v in ("average", "diloco"), '"average" or "diloco"'),
+    "interval": (lambda v: v == "auto" or (type(v) is int and v >= 1), 'an integer of at least 1, or "auto"'),
+    "method": (lambda v: v in ("average", "diloco", "auto"), '"average", "diloco" or "auto"'),
     "outer_lr": (lambda v: isinstance(v, (int, float)) and v > 0, "a positive number"),
     "outer_momentum": (lambda v: isinstance(v, (int, float)) and 0 <= v < 1, "a number from 0 to 1, excluded"),
     "num_fragments": (lambda v: type(v) is int and v >= 1, "an integer of at least 1"),

@@ -57,6 +57,8 @@ def add_replica_states(checkpoint: dict[str, Any], strategy: Any) -> None:
         outer = gather_optimizer_state(_as_optimizer(replicas), module, keys, mesh, in_place=strategy._is_sharded)
     checkpoint.setdefault(ENTRY, {})[KEY] = {
         "number": number,
+        "interval": replicas.options.interval,
+        "method": replicas.options.method,
         "step": replicas.step,
         "since": list(replicas.since),
         "optimizer_states": states,
@@ -81,6 +83,8 @@ def take_replica_states(checkpoint: Mapping[str, Any], strategy: Any) -> list[An
     _say_what_changes(entry, strategy)
     if replicas is None:
         return states
+    if entry["interval"] != "auto":
+        replicas.adopt(entry["interval"], entry["method"])
     mine = strategy.coordinate.replicate % entry["number"]
     module, keys = strategy.lightning_module, strategy._keys
     if mine and entry["state_dicts"]:

@@ -8,22 +8,29 @@ replicas tell each other why they have come, in one message of 16 bytes. If they
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.buffers import SharedBuffers
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
+from lightning_hybrid.planner.replicas import propose_replica_sync
 from lightning_hybrid.replicas.exchange import Averager, Running
 from lightning_hybrid.replicas.options import EVENTS, ReplicaSync
 from lightning_hybrid.replicas.outer import OuterWeights
 
 __all__ = ["Replicas", "fragments_of", "local"]
 
+#: Steps before an exchange whose time is measured, with ``interval="auto"``; it is the second one.
+TRIAL = 4
 _REASONS = ("an exchange after so many steps", *(f"an exchange before {event}" for event in EVENTS), "the last batch")
 
 
@@ -62,14 +69,13 @@ class Replicas:
             ConfigurationError: if there are more fragments than blocks.
             UnsupportedError: for 16-bit weights with outer weights.
         """
-        self.options, self.interval = options, int(options.interval)
+        self.options = options
         self._module, self._group, self._settle, self._buffers = module, group, settle, buffers
         self._fragments, self._tied = fragments_of(blocks, options.num_fragments), frozenset(tied)
         self._averager = Averager(group, device, torch.bfloat16 if options.dtype else None)
-        lr, momentum = (options.outer_lr, options.outer_momentum) if options.method == "diloco" else (1.0, 0.0)
-        place = torch.device("cpu") if options.offload else None
-        self.outer = OuterWeights(lr, momentum, place) if options.has_outer_state else None
         self.trained: dict[str, nn.Parameter] = {}
+        self._trial = Trial(device) if options.interval == "auto" else None
+        self._set_options(options)
         self._still = SharedBuffers(module, group, device, trained=self.trained.values)
         self.step = 0
         self.since = [0] * options.num_fragments
@@ -77,15 +83,31 @@ class Replicas:
         self.is_restored = False
         self.notice_trained()
 
+    def _set_options(self, options: ReplicaSync) -> None:
+        """Take other options between two windows."""
+        self.options = options
+        self.interval = TRIAL if options.interval == "auto" else int(options.interval)
+        lr, momentum = (options.outer_lr, options.outer_momentum) if options.method == "diloco" else (1.0, 0.0)
+        place = torch.device("cpu") if options.offload else None
+        self.outer = OuterWeights(lr, momentum, place) if options.has_outer_state else None
+        self._begin_outer()
+
+    def _begin_outer(self) -> None:
+        """Replicas are equal: what they have is what they last exchanged."""
+        if self.outer is not None:
+            for name, parameter in self.trained.items():
+                self.outer.set(name, local(parameter))
+
     def __str__(self) -> str:
         options = self.options
         what = "weights averaged"
         if options.method == "diloco":
             what = f"an outer SGD step (lr={options.outer_lr}, Nesterov momentum {options.outer_momentum})"
-        text = f"{what} every {self.interval} optimizer steps"
+        steps = "steps, as many as the first ones show" if options.interval == "auto" else f"{self.interval} steps"
+        text = f"{what} every {steps}"
         text += f", in {len(self.since)} fragments by turns" if len(self.since) > 1 else ""
         text += f", used {options.delay} steps later" if options.delay else ""
-        closed = ", ".join(event for event in EVENTS if event in options.close_before) or "nothing"
+        closed = ", ".join(options.close_before) or "nothing"
         return f"{text}; an incomplete window is closed before: {closed}"
 
     # ---- called as training goes on --------------------------------------------------------------------------------
@@ -93,9 +115,7 @@ class Replicas:
     def start(self) -> None:
         """At the start of training: outer weights are the weights, which may have been loaded meanwhile."""
         if not self.is_restored and not any(self.since):
-            for name, parameter in self.trained.items():
-                if self.outer is not None:
-                    self.outer.set(name, local(parameter))
+            self._begin_outer()
         self.is_restored = False
 
     def notice_trained(self) -> None:
@@ -114,6 +134,8 @@ class Replicas:
 
     def after_step(self) -> None:
         """After each optimizer step: exchange what is due. A collective of the replicas then."""
+        if self._trial is not None:
+            self._trial.step_ended()
         self.step += 1
         self.since = [count + 1 for count in self.since]
         number, delay = len(self.since), self.options.delay
@@ -125,6 +147,25 @@ class Replicas:
                 self._arrive(fragment, self.options.mixing)
         if self.step % self.interval == 0:
             self._average_still()
+            if self._trial is not None:
+                self._choose(self._trial)
+
+    def _choose(self, trial: Trial) -> None:
+        """After an exchange, with ``interval="auto"``: take what is proposed. A collective over the world."""
+        times = trial.times()
+        if times is None:
+            return
+        proposal = propose_replica_sync(*times)
+        is_short = any(parameter.element_size() < 4 for parameter in self.trained.values())
+        method = self.options.method if self.options.method != "auto" else "average" if is_short else proposal.method
+        rank_zero_info(f'lightning_hybrid: replica_sync: method="{method}": {proposal.reason}')
+        self.adopt(proposal.interval, method)
+
+    def adopt(self, interval: int, method: Any) -> None:
+        """Replace what was ``"auto"``; replicas are equal now, or their weights are loaded next."""
+        if self._trial is not None:
+            self._trial, self.step = None, 0
+            self._set_options(replace(self.options, interval=interval, method=method))
 
     def close(self, event: str) -> bool:
         """Exchange what lacks an exchange, unless told otherwise. Return whether replicas are equal now.
@@ -209,6 +250,42 @@ class Replicas:
             common = common.to(own.device, own.dtype)
             own.copy_(torch.lerp(common, own, mixing) if mixing else common)
         self.since[fragment] = self.options.delay if mixing else 0
+
+
+class Trial:
+    """Times of the first steps, and of their exchange."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ends: list[float] = []
+        self._began = 0.0
+        self._steps: list[float] = []
+
+    def step_ended(self) -> None:
+        """Before an exchange, if there is one after this step."""
+        now = self._now()
+        if self._ends:
+            self._steps.append(now - self._ends[-1])
+        self._began = now
+        self._ends.append(now)
+
+    def times(self) -> tuple[float, float] | None:
+        """After an exchange: seconds of a step and of the exchange, the longest of any rank; ``None``: too early.
+
+        A collective over the world.
+        """
+        exchange, self._ends = self._now() - self._began, []
+        if len(self._steps) < TRIAL:  # the first ones warm up, and so does the first exchange
+            return None
+        times = torch.tensor([statistics.median(self._steps[2:]), exchange], dtype=torch.float32, device=self._device)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        step, longest = times.tolist()
+        return step, longest
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
 
 def fragments_of(blocks: Sequence[str], number: int) -> Callable[[str], int]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -70,11 +73,11 @@ class LitAdaptive(LitReplica):
 
 @dataclass
 class Seen:
-    """Weights of one replica after each step (buffers as the next step finds them), and at the end."""
+    """Weights of one replica at the start, after each step and at the end."""
 
+    before: State = field(default_factory=dict)
     steps: list[State] = field(default_factory=list)
     after: State = field(default_factory=dict)
-    val_losses: list[float] = field(default_factory=list)
 
 
 class Watch(L.Callback):
@@ -83,23 +86,28 @@ class Watch(L.Callback):
     def __init__(self) -> None:
         self.seen = Seen()
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.before = state_of(pl_module)
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.seen.steps.append(state_of(pl_module))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.seen.after = state_of(pl_module)
-        self.seen.val_losses = [float(v) for k, v in trainer.callback_metrics.items() if k == "val_loss"]
 
 
 def state_of(module: Any) -> State:
     return by_name(module, {**dict(module.named_parameters()), **dict(module.named_buffers())})
 
 
-def train(make: Any, degrees: dict[str, Any], sync: Any, **options: Any) -> Seen:
-    """One rank of a run of ``NUM_REPLICAS`` replicas on one half of the rows each, in order."""
+def train(
+    make: Any, degrees: dict[str, Any], sync: Any, *, number: int = NUM_REPLICAS, loaders: bool = True, **options: Any
+) -> Seen:
+    """One rank of a run of ``number`` replicas on their share of the rows each, in order; or on the module's own."""
     L.seed_everything(0, verbose=False)
-    sizes = {"data_parallel_size": NUM_REPLICAS, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, **degrees}
-    strategy = Hybrid3DStrategy(**sizes, replicate_size=NUM_REPLICAS, replica_sync=sync, archive=None)
+    sizes = {"data_parallel_size": number, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, **degrees}
+    sizes["replicate_size"] = options.pop("replicate_size", number)
+    strategy = Hybrid3DStrategy(**sizes, replica_sync=sync, archive=None)
     watch = Watch()
     callbacks = [watch, *options.pop("callbacks", [])]
     fit = {key: options.pop(key) for key in ("ckpt_path",) if key in options}
@@ -110,7 +118,8 @@ def train(make: Any, degrees: dict[str, Any], sync: Any, **options: Any) -> Seen
         use_distributed_sampler=False,
         **{**QUIET, "max_epochs": 1, "max_steps": 10, **options},
     )
-    trainer.fit(make(), loader(strategy.coordinate.data, sizes["data_parallel_size"]), **fit)
+    own = loader(strategy.coordinate.data, sizes["data_parallel_size"], number)
+    trainer.fit(make(), own if loaders else None, **fit)
     return watch.seen
 
 
@@ -174,3 +183,108 @@ def exchange(
     mean = torch.stack([module.mean for module in modules]).mean()
     for module in modules:
         module.mean.copy_(mean)
+
+
+@dataclass
+class Streaming:
+    num_fragments: int
+    delay: int
+    mixing: float
+
+
+def simulate_streaming(make: Any, interval: int, outer: Outer, how: Streaming, num_steps: int = 10) -> list[State]:
+    """Weights of all replicas after each step (one dict for both, by replica), and after the end's closing."""
+    modules = [make() for _ in range(NUM_REPLICAS)]
+    optimizers = [module.configure_optimizers() for module in modules]
+    batches = [list(loader(r, NUM_REPLICAS)) for r in range(NUM_REPLICAS)]
+    names = [name for name, p in modules[0].named_parameters() if p.requires_grad]
+    fragments: list[list[str]] = [[] for _ in range(how.num_fragments)]
+    for name in names:
+        in_turn = int(name.split(".")[1]) % how.num_fragments if name.startswith("blocks.") else how.num_fragments - 1
+        fragments[in_turn].append(name)
+    common = {name: modules[0].get_parameter(name).detach().clone() for name in names}
+    momentum = {name: torch.zeros_like(value) for name, value in common.items()}
+    on_the_way: dict[int, State] = {}
+    states = []
+
+    def leave(fragment: int) -> None:
+        on_the_way[fragment] = {
+            name: common[name] - torch.stack([m.get_parameter(name).detach() for m in modules]).mean(0)
+            for name in fragments[fragment]
+        }
+
+    @torch.no_grad()
+    def arrive(fragment: int, mixing: float) -> None:
+        for name, gradient in on_the_way.pop(fragment).items():
+            momentum[name] = outer.momentum * momentum[name] + gradient
+            common[name] = common[name] - outer.lr * (gradient + outer.momentum * momentum[name])
+            for module in modules:
+                own = module.get_parameter(name)
+                own.copy_(mixing * own + (1 - mixing) * common[name])
+
+    for step in range(1, num_steps + 1):
+        for module, optimizer, data in zip(modules, optimizers, batches, strict=True):
+            optimizer.zero_grad()
+            module.loss(data[step - 1]).backward()
+            optimizer.step()
+        for fragment in range(how.num_fragments):
+            due = (fragment + 1) * interval // how.num_fragments
+            if step % interval == due % interval:
+                leave(fragment)
+            if fragment in on_the_way and (step - how.delay) % interval == due % interval:
+                arrive(fragment, how.mixing)
+        states.append(
+            {f"{r}.{name}": modules[r].get_parameter(name).detach().clone() for r in (0, 1) for name in names}
+        )
+    for fragment in sorted(on_the_way):
+        arrive(fragment, how.mixing)
+    for fragment in range(how.num_fragments):  # mixed weights differ, so all of them lack an exchange
+        leave(fragment)
+        arrive(fragment, 0.0)
+    states.append({f"{r}.{name}": modules[r].get_parameter(name).detach().clone() for r in (0, 1) for name in names})
+    return states
+
+
+@dataclass
+class Call:
+    """One collective: after how many optimizer steps, its ranks and bytes (0 where they are not known)."""
+
+    step: int
+    name: str
+    ranks: list[int]
+    num_bytes: int
+
+
+TENSORS = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "isend", "irecv")
+OBJECTS = ("barrier", "all_gather_object", "broadcast_object_list", "gather_object")
+
+
+class Calls(L.Callback):
+    """Notes every collective that is called while training goes on from batch to batch."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.is_on, self.step = False, 0
+        for name in (*TENSORS, *OBJECTS):
+            setattr(dist, name, self.noting(name, getattr(dist, name)))
+
+    def noting(self, name: str, right: Any) -> Any:
+        signature = inspect.signature(right)
+
+        @functools.wraps(right)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if self.is_on:
+                given = signature.bind(*args, **kwargs).arguments
+                ranks = dist.get_process_group_ranks(given.get("group") or dist.group.WORLD)
+                tensors = [value for value in given.values() if isinstance(value, Tensor)]
+                num_bytes = max((tensor.nbytes for tensor in tensors), default=0) if name in TENSORS else 0
+                self.calls.append(Call(self.step, name, ranks, num_bytes))
+            return right(*args, **kwargs)
+
+        return noted
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.is_on, self.step = batch_idx > 0, trainer.global_step  # the first batch also finds its order of units
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.is_on = self.is_on and trainer.global_step < trainer.max_steps

@@ -8,10 +8,24 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch import nn
 
 from lightning_hybrid.replicas.outer import OuterWeights
 from tests.distributed.equality import must_differ
-from tests.distributed.replica_cases import NUM_REPLICAS, LitAdaptive, LitReplica, Outer, Seen, simulate, train
+from tests.distributed.replica_cases import (
+    NUM_REPLICAS,
+    WIDTH,
+    Call,
+    Calls,
+    LitAdaptive,
+    LitReplica,
+    Outer,
+    Seen,
+    Streaming,
+    simulate,
+    simulate_streaming,
+    train,
+)
 from tests.ranks import run_ranks
 
 DILOCO = {"interval": 4, "method": "diloco", "outer_lr": 0.7, "outer_momentum": 0.9}
@@ -112,3 +126,66 @@ def test_resumed_in_the_middle_of_an_epoch(tmp_path: Path, closes: tuple[str, ..
     for pairs in run_ranks(4, resumed, tmp_path, sync, degrees, not closes):
         for whole, again in pairs:
             assert_equal(whole, again)
+
+
+def test_fragments_in_turn_beside_training() -> None:
+    """Streaming DiLoCo: each fragment at its own step, used two steps later, mixed with what was learnt meanwhile."""
+    sync = {**DILOCO, "num_fragments": 2, "delay": 1, "mixing": 0.5, "offload": True}
+    states = simulate_streaming(LitReplica, 4, Outer(), Streaming(2, 1, 0.5))
+    for rank, found in enumerate(run_ranks(NUM_REPLICAS, lambda rank: train(LitReplica, {}, sync))):
+        for step, (state, right) in enumerate(zip([*found.steps, found.after], states, strict=True), start=1):
+            for name in state.keys() - {"mean", "count", "scale"}:
+                wanted = right[f"{rank}.{name}"]
+                assert torch.allclose(state[name], wanted, rtol=1e-6, atol=1e-6), f"step {step}, {name}"
+
+
+def test_bf16_is_off_by_its_rounding_only() -> None:
+    def both(rank: int) -> list[Seen]:
+        return [train(LitReplica, {}, {"interval": 4, "dtype": dtype}, max_steps=4) for dtype in (None, "bfloat16")]
+
+    before = {name: p.detach() for name, p in LitReplica().named_parameters()}
+    ranks = run_ranks(NUM_REPLICAS, both)
+    for name in before:
+        exact, rounded = (seen.after[name] for seen in ranks[0])
+        moved = max(float((seen[0].steps[2][name] - before[name]).abs().max()) for seen in ranks)
+        error = float((exact - rounded).abs().max())
+        assert error <= (2 * NUM_REPLICAS - 1) * 2**-8 * 1.5 * moved, name  # a step more than those that were seen
+        assert (error > 0) == (name != "scale"), name
+        assert torch.equal(rounded, ranks[1][1].after[name])
+
+
+class LitLarge(LitReplica):
+    """Large enough that a few bytes more for each exchange do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 2048), nn.Linear(2048, WIDTH)) for _ in range(2))
+
+
+def counted(rank: int, degrees: dict[str, Any], syncs: list[Any]) -> list[list[Call]]:
+    found = []
+    for sync in syncs:
+        calls = Calls()
+        options = {"max_steps": 9, "gradient_clip_val": 1.0}
+        train(LitLarge, degrees, sync, callbacks=[calls], **options)
+        calls.is_on = False
+        found.append(calls.calls)
+    return found
+
+
+def test_bytes_between_replicas_are_hsdps_over_the_interval() -> None:
+    """Steps 2 to 9 have two exchanges."""
+    pairs = [[0, 2], [1, 3]]  # the same shard of replicas {0, 1} and {2, 3}
+    for runs in run_ranks(4, counted, {"data_parallel_size": 4}, [1, 4]):
+        every_step, seldom = [sum(c.num_bytes for c in calls if c.ranks in pairs) for calls in runs]
+        assert every_step > 8 * 60_000
+        assert seldom / every_step == pytest.approx(1 / 4, rel=0.02)
+
+
+def test_nothing_crosses_replicas_between_exchanges() -> None:
+    """Also at the 4th and 8th step only, in which the message about signals before the next batch counts."""
+    across = [[0, 1], [2, 3], [0, 1, 2, 3]]  # of replicas {0, 2} and {1, 3}, each a pipeline
+    degrees = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+    for every_step, seldom in run_ranks(4, counted, degrees, [1, 4]):
+        assert {c.step for c in seldom if c.ranks in across} == {3, 7}
+        assert {c.step for c in every_step if c.ranks in across} == set(range(1, 9))
