@@ -53,7 +53,7 @@ class ConfigArchive(Measurement):
     before the model is set up            ``"running"``: degrees, model, hardware, software
     at the start, at intervals            ``"running"``: with batch, learning rate, throughput so far
     when ``fit`` has ended                ``"ok"``: with what the other callbacks measured last
-    on Ctrl-C or SIGTERM                  ``"interrupted"``
+    on Ctrl-C, SIGTERM, a rank's kill     ``"interrupted"``
     on an exception on any rank           ``"oom"`` or ``"failed"``, with the first lines of its message. Here the rank
                                           on which it happened writes, as rank 0 may be killed without hearing of it
     ====================================  ===========================================================================
@@ -191,6 +191,8 @@ class ConfigArchive(Measurement):
         result = self.entry.result if trainer.is_global_zero or written is None else written
         if written is not None and written.status != "running" and (status != "oom" or written.status == "oom"):
             status, message = written.status, written.message  # the first cause stands; what follows is its consequence
+        elif any(words in cause for words in BROKEN_CONNECTION):  # no rank has said why: one was killed
+            status, message = "interrupted", f"another rank was killed or lost; {message}"
         result = dataclasses.replace(result, status=status, message=message, num_steps=self._num_steps(trainer))
         self.entry = dataclasses.replace(self.entry, result=result)
         self._write(trainer, any_rank=True)

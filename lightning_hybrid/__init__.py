@@ -1,11 +1,13 @@
 """Hybrid 3D parallelism (data x tensor x pipeline) for ordinary LightningModules.
 
-Importing this package registers the strategies ``"hybrid3d"`` and ``"hybrid3d_fork"``.
+Importing this package registers the strategies ``"hybrid3d"`` and ``"hybrid3d_fork"``, and lets
+``LightningModule.load_from_checkpoint`` read the directories that they write.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hybrid.checkpoint.export import save_safetensors
+from lightning_hybrid.checkpoint.files import load_from_directories
 from lightning_hybrid.checkpoint.pretrained import load_safetensors
 from lightning_hybrid.checkpoint.whole import latest_checkpoint
 from lightning_hybrid.errors import HybridError
@@ -30,3 +32,4 @@ __version__ = "0.1.0"
 
 if "hybrid3d" not in StrategyRegistry:
     Hybrid3DStrategy.register_strategies(StrategyRegistry)
+load_from_directories()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
-from lightning_hybrid.checkpoint.whole import latest_checkpoint, unfinished_checkpoints
+from lightning_hybrid.checkpoint.whole import latest_checkpoint, remove, unfinished_checkpoints
 
 __all__ = ["prepare_for_restarts"]
 
@@ -33,7 +35,11 @@ def _find_last(callback: Any, trainer: Any) -> set[str]:
     """
     folder = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)
     if unfinished := unfinished_checkpoints(folder):
-        rank_zero_warn(f"Saving was interrupted, and these are passed over: {', '.join(unfinished)}.")
+        removed = trainer.state.fn == TrainerFn.FITTING
+        done = "removed" if removed else "passed over"
+        rank_zero_warn(f"Saving was interrupted, and these are {done}: {', '.join(unfinished)}.")
+        if removed:
+            _remove(folder, unfinished)
     found = {path for path in type(callback)._find_last_checkpoints(callback, trainer) if callback._fs.exists(path)}
     if found:
         return found
@@ -43,6 +49,16 @@ def _find_last(callback: Any, trainer: Any) -> set[str]:
     name = callback.CHECKPOINT_NAME_LAST
     rank_zero_warn(f"There is no {name}.ckpt in {folder}. Resuming from {other}, the newest whole checkpoint there.")
     return {other}
+
+
+@rank_zero_only
+def _remove(folder: Any, names: list[str]) -> None:
+    """A job that trains on from the last checkpoint of a folder is the one that was interrupted there."""
+    for name in names:
+        try:
+            remove(os.path.join(folder, name))
+        except OSError as error:
+            rank_zero_warn(f"{name} cannot be removed: {error}")
 
 
 def _resume_start(connector: Any, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.partial_states import state_of_part
 from lightning_hybrid.checkpoint.shares import collect, leave_in_place, share_of
-from lightning_hybrid.checkpoint.tensors import Share
+from lightning_hybrid.checkpoint.tensors import Elsewhere, Share
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.tensor_parallel.collectives import JoinedRows
 from lightning_hybrid.tensor_parallel.styles import joined_rows, rows_of
@@ -138,7 +138,8 @@ def gather_model_state(
 
     On rank 0 tensors are plain, on the CPU, and tied ones are one object, as in one process; buffers and extra state
     come from the stage that owns them, from its lowest rank. On the other ranks there are the same keys, with tensors
-    on the meta device: enough for an ``on_save_checkpoint`` that picks or renames keys.
+    on the meta device: enough for an ``on_save_checkpoint`` that picks, renames or casts, see
+    :class:`~lightning_hybrid.checkpoint.tensors.Elsewhere`.
 
     With ``in_place`` nothing is moved: every rank has a :class:`~lightning_hybrid.checkpoint.tensors.Share` for each
     tensor, one object for tied ones. ``holds``: whether this rank's values count, where others hold others.
@@ -160,13 +161,17 @@ def gather_model_state(
         for key in wanted:
             found.setdefault(keys.canonical.get(key, key), _nothing_of(state[key]))
     elif not _is_first():
-        return OrderedDict((key, _weightless(state[key])) for key in wanted)
+        return OrderedDict((key, _elsewhere(state[key])) for key in wanted)
     missing = [key for key in wanted if keys.canonical.get(key, key) not in found]
     if missing:
         raise CheckpointError(f"No pipeline stage contributes {missing} to the checkpoint.")
     whole: OrderedDict[str, Any] = OrderedDict((key, found[keys.canonical.get(key, key)]) for key in wanted)
     whole._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]  # torch's versions of modules
     return whole
+
+
+def _elsewhere(value: Any) -> Any:
+    return Elsewhere.of(value.shape, value.dtype) if isinstance(value, Tensor) else value
 
 
 def _nothing_of(value: Any) -> Any:
@@ -333,13 +338,14 @@ def scatter_optimizer_state(
 ) -> None:
     """Load a whole optimizer's state into this rank's optimizer: state of what it holds, settings of all groups.
 
-    Parameters are found by name where the file's names are this model's, else by their place in one process's
-    optimizer, as torch finds them (``order``, see :func:`gather_optimizer_state`). Tensors of a parameter's shape are
+    Parameters are found by name where the file has it, else by their place among the others in one process's optimizer,
+    as torch finds them (``order``, see :func:`gather_optimizer_state`). Tensors of a parameter's shape are
     cut as the parameter is; others stay whole on every rank. Names are exchanged over the pipeline axis; tensors are
     not.
 
     Raises:
-        CheckpointError: on every rank alike, if the number of groups, or of parameters in a group, differs.
+        CheckpointError: on every rank alike, if the number of groups, or of parameters in a group, differs, or a
+            parameter is in another group.
     """
     _reshard(module)
     names = _names(optimizer, module, keys)
@@ -372,12 +378,25 @@ def _positions(state: Mapping[str, Any], whole: list[list[str]]) -> dict[str, in
             f" groups of {expected}. Resume with the configure_optimizers that wrote it, or load the weights only."
         )
     saved = state.get("param_names") or [group.get("param_names") for group in groups]
-    by_name = all(names is not None and set(names) == set(own) for names, own in zip(saved, whole, strict=True))
-    return {
-        name: index
-        for group, names in zip(groups, saved if by_name else whole, strict=True)
-        for name, index in zip(names, group["params"], strict=True)
-    }
+    found: dict[str, int] = {}
+    for group, names, own in zip(groups, saved, whole, strict=True):
+        found.update(_paired(names or own, own, group["params"]))
+    before = {name: i for i, names in enumerate(saved) for name in names or ()}
+    moved = [name for i, own in enumerate(whole) for name in own if before.get(name, i) != i]
+    if moved:
+        raise CheckpointError(
+            f"{moved[0]}, and {len(moved) - 1} other parameters, are in group {before[moved[0]]} of the checkpoint's"
+            " optimizer and in another one here, so their state and settings do not belong together. Resume with the"
+            " configure_optimizers that wrote it, or load the weights only."
+        )
+    return found
+
+
+def _paired(saved: Sequence[str], own: Sequence[str], indices: Sequence[int]) -> dict[str, int]:
+    """Names that both have by name; the others, which were renamed, by their order."""
+    by_name = dict(zip(saved, indices, strict=True))
+    others = iter([index for name, index in by_name.items() if name not in set(own)])
+    return {name: by_name[name] if name in by_name else next(others) for name in own}
 
 
 def _share(parameter: Tensor, key: Any, value: Any, rows: JoinedRows | None) -> Any:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
@@ -26,7 +24,15 @@ from torch.distributed.tensor import DTensor
 from lightning_hybrid.checkpoint.format import ENTRY, META, VERSION, optimizer_key, plain_key
 from lightning_hybrid.checkpoint.planners import SharePlanner, StoredTensors
 from lightning_hybrid.checkpoint.tensors import Share, Stored
-from lightning_hybrid.checkpoint.whole import begin_aside, local_path, mark_whole, put_in_place, remove, to_disk
+from lightning_hybrid.checkpoint.whole import (
+    begin_aside,
+    local_path,
+    mark_whole,
+    open_file,
+    put_in_place,
+    remove,
+    to_disk,
+)
 from lightning_hybrid.errors import CheckpointError
 
 __all__ = [
@@ -89,8 +95,23 @@ def take_out(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[_Path,
     stored: dict[_Path, str] = {}
     shares: dict[str, Any] = {}
     names: dict[int, str] = {}
+    around: set[int] = set()
 
     def walk(value: Any, path: _Path) -> Any:
+        if not isinstance(value, (dict, list, tuple)):
+            return leaf(value, path)
+        if id(value) in around:
+            raise CheckpointError(
+                f"The checkpoint's {plain_key(path)} contains itself. Take it out in on_save_checkpoint, or use"
+                " save_distributed_checkpoint=False."
+            )
+        around.add(id(value))
+        try:
+            return inner(value, path)
+        finally:
+            around.remove(id(value))
+
+    def leaf(value: Any, path: _Path) -> Any:
         if isinstance(value, Share):
             if id(value) not in names:
                 is_state = path[0] == "optimizer_states" and value.key is not None
@@ -100,6 +121,9 @@ def take_out(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[_Path,
                 names[id(value)], shares[key] = key, value
             stored[path] = names[id(value)]
             return None
+        return value
+
+    def inner(value: Any, path: _Path) -> Any:
         if isinstance(value, dict):
             changed = {key: new for key, item in value.items() if (new := walk(item, (*path, key))) is not item}
             walked = copy.copy(value) if changed else value  # an OrderedDict keeps torch's versions of modules
@@ -222,7 +246,7 @@ def _save_tensors(parts: Parts, aside: str, path: Any, group: dist.ProcessGroup 
 
 
 def _finish(parts: Parts, aside: str, path: Any) -> None:
-    with fsspec.open(os.path.join(aside, META), "wb") as file:
+    with open_file(aside, META, "wb") as file:
         file.write(parts.meta)
         to_disk(file)
     mark_whole(aside, parts.facts)
@@ -236,7 +260,7 @@ def read_directory(path: Any, weights_only: bool | None = None) -> dict[str, Any
         CheckpointError: if the directory is not one of ours.
     """
     text = local_path(path)
-    with fsspec.open(os.path.join(text, META), "rb") as file:
+    with open_file(text, META, "rb") as file:
         checkpoint: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
     entry = checkpoint.get(ENTRY, {})
     if "stored" not in entry:

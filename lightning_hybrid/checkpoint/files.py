@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import os
 import zipfile
+from functools import wraps
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.core import saving
 
 from lightning_hybrid.checkpoint.directory import read_directory
-from lightning_hybrid.checkpoint.whole import begin_aside, is_directory, put_in_place, remove, to_disk
+from lightning_hybrid.checkpoint.tensors import Stored
+from lightning_hybrid.checkpoint.whole import (
+    begin_aside,
+    is_directory,
+    local_path,
+    put_in_place,
+    remove,
+    to_disk,
+    why_not_whole,
+)
+from lightning_hybrid.errors import CheckpointError
 
-__all__ = ["read_checkpoint", "write_file"]
+__all__ = ["load_from_directories", "read_checkpoint", "write_file"]
 
 
 def read_checkpoint(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None = None) -> dict[str, Any]:
@@ -54,3 +66,37 @@ def write_file(checkpoint: dict[str, Any], path: Any, checkpoint_io: CheckpointI
     except BaseException:
         remove(aside)
         raise
+
+
+def load_from_directories() -> None:
+    """Let ``LightningModule.load_from_checkpoint`` read directories as well as files (it opens what it gets)."""
+    load_file = vars(saving)["pl_load"]
+    if hasattr(load_file, "_reads_directories"):
+        return
+
+    @wraps(load_file)
+    def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        is_path = isinstance(path, (str, os.PathLike)) and not os.fspath(path).startswith("http")
+        if not is_path or not is_directory(path):
+            return load_file(path, map_location=map_location, weights_only=weights_only)
+        return _whole_state(path, map_location, bool(weights_only))  # None is False, as for local files
+
+    load.__dict__["_reads_directories"] = True
+    vars(saving)["pl_load"] = load
+
+
+def _whole_state(path: Any, map_location: Any, weights_only: bool) -> dict[str, Any]:
+    """The dict of a directory, its weights in memory: where ``map_location`` says if that is a device, else on the CPU.
+
+    Raises:
+        CheckpointError: if it is not whole, or not one of ours.
+    """
+    if (reason := why_not_whole(path)) is not None:
+        raise CheckpointError(f"The checkpoint {local_path(path)} {reason}.")
+    checkpoint = read_directory(path, weights_only)
+    device = torch.device("cpu" if map_location is None or callable(map_location) else map_location)
+    state = checkpoint["state_dict"]
+    whole: dict[int, Any] = {id(v): v.whole().to(device) for v in state.values() if isinstance(v, Stored)}
+    for key, value in state.items():  # tied weights stay one tensor
+        state[key] = whole.get(id(value), value)
+    return checkpoint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_hybrid.checkpoint.directory import divide, on_first, refuse_shard
 from lightning_hybrid.checkpoint.files import read_checkpoint, write_file
 from lightning_hybrid.checkpoint.loader_states import add_loader_states, take_loader_states
 from lightning_hybrid.checkpoint.partial_states import warn_of_partial_states
+from lightning_hybrid.checkpoint.stage_parts import join_stages
 from lightning_hybrid.checkpoint.whole import absolute, checkpoint_to_load
 from lightning_hybrid.collectives import AxisCollectives
 from lightning_hybrid.errors import CheckpointError, UnsupportedError
@@ -177,6 +178,9 @@ class CheckpointHooks(AxisCollectives):
                 f" save_distributed_checkpoint={self.settings.save_distributed_checkpoint!r} a checkpoint is a"
                 " directory. Leave them out, or use save_distributed_checkpoint=False."
             )
+        if self.layout.pipeline_parallel_size > 1:
+            gather = partial(self.all_gather_object, axis="pipeline_parallel")
+            checkpoint = join_stages(checkpoint, self._keys.canonical, gather)
         add_loader_states(checkpoint, self.layout, self.coordinate)
         if not self._is_sharded:
             on_first(lambda: write_file(checkpoint, path, self.checkpoint_io, storage_options), path)
@@ -191,7 +195,11 @@ class CheckpointHooks(AxisCollectives):
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file or a directory, once the one that replaces it is whole."""
         if self.is_global_zero:
-            self._background.afterwards(lambda: self.checkpoint_io.remove_checkpoint(filepath))
+            self.when_saved(lambda: self.checkpoint_io.remove_checkpoint(filepath))
+
+    def when_saved(self, function: Callable[[], Any]) -> None:
+        """Call a function when the checkpoint that is being written in the background, if there is one, is whole."""
+        self._background.afterwards(function)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_hybrid.errors import CheckpointError
 
-__all__ = ["Piece", "Share", "Stored", "keep"]
+__all__ = ["Elsewhere", "Piece", "Share", "Stored", "keep"]
 
 #: Where a part begins in the whole tensor, along each dimension, and its values.
 Piece = tuple[tuple[int, ...], Tensor]
@@ -95,6 +95,23 @@ class Share(_StandIn):
             " but not compute with weights. Do that where it is loaded (on_load_checkpoint), or use"
             " save_distributed_checkpoint=False."
         )
+
+
+class Elsewhere(_StandIn):
+    """A tensor that global rank 0 has: what is computed with it has shapes and no values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _KEEP:
+            return args[0]
+        try:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            raise CheckpointError(
+                f"{getattr(func, '__name__', func)} was called on a weight of the checkpoint on a rank that does not"
+                " have it: a plain file is written from global rank 0's memory. In on_save_checkpoint, do what needs"
+                f" values under `if self.trainer.is_global_zero`. ({error})"
+            ) from error
 
 
 def keep(state: Mapping[str, Any]) -> dict[str, Any]:

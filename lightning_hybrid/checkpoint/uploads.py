@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -30,15 +31,20 @@ def upload_directories(trainer: Any) -> None:
                 f"{type(logger).__name__}(log_model=...) uploads files, and with save_distributed_checkpoint=True"
                 " checkpoints are directories. Use log_model=False, or save_distributed_checkpoint=False."
             )
-        vars(logger)["_scan_and_log_checkpoints"] = partial(_log_directories, logger)
+        vars(logger)["_scan_and_log_checkpoints"] = partial(_log_when_whole, trainer.strategy, logger)
 
 
-def _log_directories(logger: Any, callback: Any) -> None:
+def _log_when_whole(strategy: Any, logger: Any, callback: Any) -> None:
+    """What there is to log is asked now: when it is whole, the next one's name stands there already."""
+    scores = {path: callback.best_k_models[path] for path in callback.best_k_models}
+    scores |= {callback.last_model_path: callback.current_score, callback.best_model_path: callback.best_model_score}
+    strategy.when_saved(partial(_log_directories, logger, scores, callback.best_model_path))
+
+
+def _log_directories(logger: Any, scores: Mapping[str, Any], best: str) -> None:
     """As Lightning's, with whole directories; ``model.ckpt`` in the artifact is the directory."""
     import wandb
 
-    scores = {path: callback.best_k_models[path] for path in callback.best_k_models}
-    scores |= {callback.last_model_path: callback.current_score, callback.best_model_path: callback.best_model_score}
     for path, score in scores.items():
         if not path:
             continue
@@ -53,6 +59,6 @@ def _log_directories(logger: Any, callback: Any) -> None:
         name = logger._checkpoint_name or f"model-{logger.experiment.id}"
         artifact = wandb.Artifact(name=name, type="model", metadata=metadata)
         artifact.add_dir(os.path.dirname(marker), name="model.ckpt", policy=logger.add_file_policy)
-        aliases = ["latest", "best"] if path == callback.best_model_path else ["latest"]
+        aliases = ["latest", "best"] if path == best else ["latest"]
         logger.experiment.log_artifact(artifact, aliases=aliases)
         logger._logged_model_time[path] = written

@@ -16,7 +16,7 @@ import os
 import time
 import zipfile
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -32,6 +32,7 @@ __all__ = [
     "latest_checkpoint",
     "local_path",
     "mark_whole",
+    "open_file",
     "put_in_place",
     "remove",
     "to_disk",
@@ -274,5 +275,14 @@ def _folder_to_disk(folder: str) -> None:
 
 
 def _open(path: Any) -> tuple[Any, str]:
-    fs, at = fsspec.url_to_fs(os.fspath(path))
+    text = os.fspath(path)
+    if "://" not in text or text.startswith("file:"):  # of a local path fsspec takes "::" for a chain of systems
+        return LocalFileSystem(), str(LocalFileSystem._strip_protocol(text))
+    fs, at = fsspec.url_to_fs(text)
     return fs, str(at)
+
+
+def open_file(folder: Any, name: str, mode: Literal["rb", "wb"]) -> Any:
+    """Open a file in a directory."""
+    fs, at = _open(folder)
+    return fs.open(f"{at}/{name}", mode)

@@ -31,6 +31,7 @@ from benchmarks.checkpoint_matrix import (
     world_size,
 )
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.checkpoint.directory import read_directory
 from lightning_hybrid.checkpoint.whole import why_not_whole
 from lightning_hybrid.errors import CheckpointError
 from tests.distributed.test_checkpoint import LAYOUTS as DEGREES
@@ -225,6 +226,7 @@ class OfMyOwn:
 class WithOwn(LitLM):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["own"] = OfMyOwn()
+        checkpoint["average"] = {name: p.detach().clone() for name, p in self.named_parameters()}  # of this stage
 
 
 class Grown(LitLM):
@@ -295,6 +297,9 @@ def test_hooks_edit_directories(tmp_path: Path) -> None:
     for rank in (found, other):
         assert "UnpicklingError" in rank["weights_only=True"]
         assert rank["weights_only=False"] == "went well"
+    own = read_directory(tmp_path / "own", weights_only=False)
+    assert list(own["average"]) == [name for name, _ in LitLM().named_parameters()]
+    assert all(torch.equal(value, own["state_dict"][name].whole()) for name, value in own["average"].items())
     assert "missing: ['more']" in found["not strict"]
     assert "unexpected: ['scale']" in found["not strict"]
     averaged, plain = (read(tmp_path / f"{name}-1.ckpt") for name in ("averaged", "averaged-plain"))

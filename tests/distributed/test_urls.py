@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,9 @@ def artifacts(folder: Path) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("log_model", "at_least"), [(True, 1), ("all", 2), (True, 0)])
+@pytest.mark.parametrize(("log_model", "form", "at_least"), [(True, True, 1), ("all", "async", 2), (True, True, 0)])
 def test_wandb_gets_whole_directories(
-    log_model: Any, at_least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log_model: Any, form: Any, at_least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_least:  # deliberately wrong: Lightning's own code
         monkeypatch.setattr(lightning_callbacks, "upload_directories", lambda trainer: None)
@@ -96,8 +97,10 @@ def test_wandb_gets_whole_directories(
         os.environ |= {"WANDB_CACHE_DIR": str(tmp_path), "WANDB_DATA_DIR": str(tmp_path), "WANDB_SILENT": "true"}
         os.environ["WANDB_MODE"] = "offline"  # Lightning refuses WandbLogger(offline=True, log_model=True)
         logger = WandbLogger(project="test", save_dir=tmp_path, id="mine", log_model=log_model)
-        trainer = trainer_of("pp2", str(tmp_path), 2, directory=True, logger=logger)
-        fit(trainer, rank, "pp2")
+        trainer = trainer_of("pp2", str(tmp_path), 2, directory=form, logger=logger)
+        with warnings.catch_warnings(record=True) as said:
+            fit(trainer, rank, "pp2")
+        assert not at_least or not any("not logged" in str(warning.message) for warning in said)
         if rank == 0:
             logger.experiment.finish()
 

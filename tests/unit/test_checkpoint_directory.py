@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -18,7 +19,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_hybrid.checkpoint.directory import as_shares, read_directory, write_directory
 from lightning_hybrid.checkpoint.files import write_file
 from lightning_hybrid.checkpoint.planners import StoredTensors
-from lightning_hybrid.checkpoint.tensors import Share, Stored
+from lightning_hybrid.checkpoint.tensors import Elsewhere, Share, Stored
 from lightning_hybrid.checkpoint.whole import checkpoint_to_load, latest_checkpoint, put_in_place, why_not_whole
 from lightning_hybrid.errors import CheckpointError
 
@@ -234,3 +235,49 @@ def test_metadata_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(AttributeError):  # what it made is no metadata
         read_directory(path, weights_only=False)
     assert (tmp_path / "it-ran").exists(), "the attack is a real one"
+
+
+def test_a_path_with_colons_and_spaces(tmp_path: Path) -> None:
+    folder = tmp_path / "a::b" / "ein Ordner, größer #1"
+    save(folder / "a::c.ckpt")
+    assert latest_checkpoint(folder) == str(folder / "a::c.ckpt")
+    assert read_directory(folder / "a::c.ckpt", True)["mine"] == (1, [2.5])
+    assert os.listdir(tmp_path) == ["a::b"]
+
+
+def test_a_dict_in_itself_is_refused(tmp_path: Path) -> None:
+    checkpoint: dict[str, Any] = {**content(), "mine": {"deep": [1, {}]}}
+    checkpoint["mine"]["deep"][1]["again"] = checkpoint["mine"]
+    with pytest.raises(CheckpointError, match=r"mine\.deep\.1\.again contains itself"):
+        write_directory(as_shares(checkpoint), tmp_path / "a.ckpt")
+    checkpoint["mine"] = [shared := [1], shared]  # twice is not in itself
+    write_directory(as_shares(checkpoint), tmp_path / "a.ckpt")
+
+
+class Lit(L.LightningModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(width, 2)
+
+
+def test_load_from_checkpoint_reads_directories(tmp_path: Path) -> None:
+    module = Lit(3)
+    checkpoint = {"state_dict": module.state_dict(), "hyper_parameters": {"width": 3}, "pytorch-lightning_version": "2"}
+    write_directory(as_shares(checkpoint), tmp_path / "a.ckpt")
+    found = Lit.load_from_checkpoint(tmp_path / "a.ckpt")
+    torch.testing.assert_close(found.state_dict(), module.state_dict(), rtol=0, atol=0)
+    assert Lit.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu", width=3).hparams == {"width": 3}
+    os.remove(tmp_path / "a.ckpt" / "complete.json")
+    with pytest.raises(CheckpointError, match=r"has no complete\.json"):
+        Lit.load_from_checkpoint(tmp_path / "a.ckpt")
+    torch.save(checkpoint, tmp_path / "file.ckpt")
+    assert torch.equal(Lit.load_from_checkpoint(tmp_path / "file.ckpt").layer.bias, module.layer.bias)
+
+
+def test_weights_that_another_rank_has() -> None:
+    weight: Any = Elsewhere.of((3, 4), torch.float32)
+    assert (weight.half().dtype, weight.cpu().shape, (weight * 2).t().shape) == (torch.float16, (3, 4), (4, 3))
+    for compute in (lambda: float(weight.norm()), lambda: weight.half().tolist(), lambda: (weight * 2).numpy()):
+        with pytest.raises(CheckpointError, match=r"if self\.trainer\.is_global_zero"):
+            compute()

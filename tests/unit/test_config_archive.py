@@ -167,6 +167,11 @@ def test_another_module_has_another_fingerprint(tmp_path: Path) -> None:
             "rank 0: OutOfMemoryError: CUDA out of memory. Tried",
         ),
         (SIGTERMException(), "interrupted", "rank 0: SIGTERMException"),
+        (
+            RuntimeError("Connection closed by peer"),  # and no other rank says why
+            "interrupted",
+            "another rank was killed or lost; rank 0: RuntimeError: Connection closed by peer",
+        ),
     ],
 )
 def test_failure_is_recorded(tmp_path: Path, error: BaseException, status: str, message: str) -> None:

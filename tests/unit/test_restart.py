@@ -16,9 +16,10 @@ from lightning_hybrid.restart import prepare_for_restarts
 from tests.unit.test_checkpoint_directory import save
 
 
-def found(folder: Path, *, prepared: bool = True) -> str | None:
+def found(folder: Path, *, prepared: bool = True, fn: TrainerFn | None = None) -> str | None:
     """What a trainer that is started with ``ckpt_path="last"`` resumes from."""
     trainer = L.Trainer(accelerator="cpu", callbacks=[ModelCheckpoint(folder, save_last=True)], logger=False)
+    trainer.state.fn = fn
     if prepared:
         prepare_for_restarts(trainer)
     connector: Any = trainer._checkpoint_connector
@@ -58,8 +59,12 @@ def test_what_is_left_is_resumed_from(left: str, tmp_path: Path) -> None:
 def test_what_was_interrupted_is_named(tmp_path: Path) -> None:
     save(tmp_path / "last.ckpt", 2)
     (tmp_path / "step=4.ckpt.incomplete").mkdir()
-    with pytest.warns(UserWarning, match=r"interrupted.*step=4\.ckpt\.incomplete"):
-        assert found(tmp_path) == "last.ckpt"
+    with pytest.warns(UserWarning, match=r"interrupted.*passed over: step=4\.ckpt\.incomplete"):
+        assert found(tmp_path, fn=TrainerFn.VALIDATING) == "last.ckpt"
+    assert (tmp_path / "step=4.ckpt.incomplete").exists(), "a job that trains may be saving it"
+    with pytest.warns(UserWarning, match=r"interrupted.*removed: step=4\.ckpt\.incomplete"):
+        assert found(tmp_path, fn=TrainerFn.FITTING) == "last.ckpt"
+    assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
 def test_without_any_checkpoint_training_starts_anew(tmp_path: Path) -> None:
