@@ -178,7 +178,7 @@ class ScalingEfficiency(Measurement):
         entry = None
         if self._fingerprint is not None:
             hardware = _hardware(trainer, layout)
-            entry = find_baseline(Archive(url).list(), self._fingerprint, hardware, precision=str(trainer.precision))
+            entry = find_baseline(Archive(url).known(), self._fingerprint, hardware, precision=str(trainer.precision))
         if entry is None:
             _log.warning(
                 "The archive %s has no run of this model on one device of this kind, so there is no scaling efficiency."

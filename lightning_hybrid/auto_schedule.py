@@ -79,7 +79,7 @@ def _fastest_entry(strategy: Any, num_microbatches: int, size_per_data_rank: int
         )
         try:
             entry = fastest_schedule(
-                Archive(strategy.settings.archive).list(),
+                Archive(strategy.settings.archive).known(),
                 fingerprint_module(strategy.lightning_module),
                 hardware,
                 layout,

@@ -68,7 +68,7 @@ def main() -> None:
 
 def measure_one_device(folder: Path, num_steps: int = 30) -> None:
     """Leave an archive entry of a short run on one device, unless there is one: what scaling is measured against."""
-    entries = Archive(folder / "archive").list()
+    entries = Archive(folder / "archive").known()
     if find_baseline(entries, fingerprint_module(LitGPT()), detect_hardware(device_type(), num_devices=1)) is not None:
         return
     print(f"First {num_steps} steps on one device, to compare with ...", flush=True)

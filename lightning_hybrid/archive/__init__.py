@@ -22,6 +22,7 @@ from lightning_hybrid.archive.entry import (
     fingerprint_parameters,
 )
 from lightning_hybrid.archive.match import Match, best_entry, failed_degrees, fastest_schedule, find_baseline
+from lightning_hybrid.archive.row import Known, Row
 from lightning_hybrid.archive.store import Archive
 from lightning_hybrid.archive.surroundings import detect_hardware, detect_software
 from lightning_hybrid.layout import Layout
@@ -32,8 +33,10 @@ __all__ = [
     "Entry",
     "Fingerprint",
     "Hardware",
+    "Known",
     "Match",
     "Result",
+    "Row",
     "Settings",
     "Training",
     "best_entry",
@@ -74,7 +77,7 @@ def choose_degrees(
     Raises:
         ArchiveError: if the URL cannot be opened or its folder cannot be listed.
     """
-    entries = Archive(url).list()
+    entries = Archive(url).known()
     for degrees, entry in failed_degrees(entries, fingerprint, hardware).items():
         if degrees.world_size == num_devices:
             what = "ran out of memory" if entry.result.status == "oom" else "failed"

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_hybrid.archive.entry import Batch, Entry, Fingerprint, Hardware
+from lightning_hybrid.archive.row import Known, Row, known, row_of
 from lightning_hybrid.layout import Layout
 
 __all__ = ["SIMILAR_SIZE", "Match", "best_entry", "failed_degrees", "fastest_schedule", "find_baseline", "rescale"]
 
 #: Two models of one class are similar while neither has more than this many times the other's parameters.
 SIMILAR_SIZE = 2.0
+#: Entries of one model, degrees and schedule that are shown to ``accept``: what it refuses of one is refused of all.
+_ASKED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +33,7 @@ class Match:
 
 
 def best_entry(
-    entries: Iterable[Entry],
+    entries: Known | Iterable[Entry],
     fingerprint: Fingerprint,
     hardware: Hardware,
     num_devices: int,
@@ -47,42 +52,57 @@ def best_entry(
     that ``accept`` refuses.
 
     Args:
-        entries: in any order.
+        entries: in any order; or an archive's rows (:meth:`Archive.known`), of which few become entries.
         fingerprint: of the model about to run.
         hardware: of this run; its ``num_devices`` is not looked at.
         num_devices: devices to use.
         accept: a last word on degrees and the entry they are from, such as the strategy's own check of divisibility.
     """
-    entries = list(entries)
-    failed = failed_degrees(entries, fingerprint, hardware)
-    max_stages = math.inf if fingerprint.num_blocks is None else fingerprint.num_blocks
-    candidates: list[tuple[Entry, Layout]] = []
-    for entry in entries:
-        if not entry.result.is_good or not _same_hardware(entry.hardware, hardware):
-            continue
-        degrees = rescale(entry.degrees, num_devices) if _similar(entry.model, fingerprint) else None
-        if degrees is None or degrees in failed or degrees.pipeline_parallel_size > max_stages:
-            continue
-        if accept(degrees, entry):
-            candidates.append((entry, degrees))
-    if not candidates:
-        return None
-    by_tokens = all(entry.result.tokens_per_second for entry, _ in candidates)
+    rows = known(entries)
+    candidates = _candidates(rows, fingerprint, hardware, num_devices)
+    by_tokens = all(row.tokens_per_second for row, _ in candidates)
 
-    def nearness(candidate: tuple[Entry, Layout]) -> tuple[bool, float, float, float, str, str]:
-        entry, _ = candidate
+    def nearness(candidate: tuple[Row, Layout]) -> tuple[bool, float, float, float, str, str]:
+        row, _ = candidate
         return (
-            _same_model(entry.model, fingerprint),
-            -_ratio(entry.hardware.num_devices, num_devices),
-            -_ratio(entry.model.num_parameters, fingerprint.num_parameters),
-            _rate(entry, by_tokens) / entry.hardware.num_devices,
-            entry.time,
-            entry.id,
+            _same_model(row, fingerprint),
+            -_ratio(row.num_devices, num_devices),
+            -_ratio(row.num_parameters, fingerprint.num_parameters),
+            _rate(row, by_tokens) / row.num_devices,
+            row.time,
+            row.id,
         )
 
-    entry, degrees = max(candidates, key=nearness)
-    reason = _reason(entry, degrees, fingerprint, num_known=len(candidates), by_tokens=by_tokens)
-    return Match(entry=entry, degrees=degrees, reason=reason)
+    asked: Counter[tuple[str, Layout, str]] = Counter()
+    for row, degrees in sorted(candidates, key=nearness, reverse=True):
+        alike = (row.hash, degrees, row.schedule)
+        if asked[alike] >= _ASKED:
+            continue
+        asked[alike] += 1
+        entry = rows.load(row)
+        if entry is not None and accept(degrees, entry):
+            reason = _reason(entry, degrees, fingerprint, num_known=len(candidates), by_tokens=by_tokens)
+            return Match(entry=entry, degrees=degrees, reason=reason)
+    return None
+
+
+def _candidates(
+    rows: Known, fingerprint: Fingerprint, hardware: Hardware, num_devices: int
+) -> list[tuple[Row, Layout]]:
+    """Rows that are known to work, with their degrees for ``num_devices``."""
+    alike = [row for row in rows if _same_hardware(row, hardware) and _similar(row, fingerprint)]  # most are not
+    failed = set(_failed_rows(alike, fingerprint, hardware))
+    max_stages = math.inf if fingerprint.num_blocks is None else fingerprint.num_blocks
+    rescaled: dict[Layout, Layout | None] = {}
+    found = []
+    for row in (row for row in alike if row.is_good):
+        before = _layout(row)
+        if before not in rescaled:
+            rescaled[before] = rescale(before, num_devices)
+        degrees = rescaled[before]
+        if degrees is not None and degrees not in failed and degrees.pipeline_parallel_size <= max_stages:
+            found.append((row, degrees))
+    return found
 
 
 def rescale(degrees: Layout, num_devices: int) -> Layout | None:
@@ -103,22 +123,33 @@ def rescale(degrees: Layout, num_devices: int) -> Layout | None:
     )
 
 
-def failed_degrees(entries: Iterable[Entry], fingerprint: Fingerprint, hardware: Hardware) -> dict[Layout, Entry]:
+def failed_degrees(
+    entries: Known | Iterable[Entry], fingerprint: Fingerprint, hardware: Hardware
+) -> dict[Layout, Entry]:
     """Return the degrees whose latest outcome, for this model on this kind of device, was a failure, with its entry.
 
     The latest outcome counts so that a repaired cause (a bug, a smaller batch) can be shown by one run with these
     degrees given explicitly.
     """
-    latest: dict[Layout, Entry] = {}
-    for entry in sorted(entries, key=lambda entry: (entry.updated, entry.id)):
-        known = entry.result.is_good or entry.result.is_failure
-        if known and _same_model(entry.model, fingerprint) and _same_hardware(entry.hardware, hardware):
-            latest[entry.degrees] = entry
-    return {degrees: entry for degrees, entry in latest.items() if entry.result.is_failure}
+    rows = known(entries)
+    loaded = {degrees: rows.load(row) for degrees, row in _failed_rows(rows, fingerprint, hardware).items()}
+    return {degrees: entry for degrees, entry in loaded.items() if entry is not None}
+
+
+def _failed_rows(rows: Iterable[Row], fingerprint: Fingerprint, hardware: Hardware) -> dict[Layout, Row]:
+    known_outcome = [
+        row
+        for row in rows
+        if _same_hardware(row, hardware) and _same_model(row, fingerprint) and (row.is_good or row.is_failure)
+    ]
+    latest: dict[Layout, Row] = {}
+    for row in sorted(known_outcome, key=lambda row: (row.updated, row.id)):
+        latest[_layout(row)] = row
+    return {degrees: row for degrees, row in latest.items() if row.is_failure}
 
 
 def fastest_schedule(
-    entries: Iterable[Entry],
+    entries: Known | Iterable[Entry],
     fingerprint: Fingerprint,
     hardware: Hardware,
     degrees: Layout,
@@ -131,22 +162,23 @@ def fastest_schedule(
 
     The same model, kind of device, degrees, precision, micro-batches and, where the entry knows it, batch size.
     """
+    rows = known(entries)
     alike = [
-        entry
-        for entry in entries
-        if entry.result.is_good
-        and _same_model(entry.model, fingerprint)
-        and _same_hardware(entry.hardware, hardware)
-        and entry.degrees == degrees
-        and (entry.settings.precision, entry.settings.num_microbatches) == (precision, num_microbatches)
-        and entry.settings.schedule != "none"
-        and entry.batch.size_per_data_rank in (None, size_per_data_rank)
+        row
+        for row in rows
+        if _same_hardware(row, hardware)
+        and _same_model(row, fingerprint)
+        and row.is_good
+        and _layout(row) == degrees
+        and (row.precision, row.num_microbatches) == (precision, num_microbatches)
+        and row.schedule != "none"
+        and row.size_per_data_rank in (None, size_per_data_rank)
     ]
-    return max(alike, key=lambda entry: (entry.result.samples_per_second or 0.0, entry.id), default=None)
+    return _first(rows, sorted(alike, key=lambda row: (row.samples_per_second or 0.0, row.id), reverse=True))
 
 
 def find_baseline(
-    entries: Iterable[Entry],
+    entries: Known | Iterable[Entry],
     fingerprint: Fingerprint,
     hardware: Hardware,
     *,
@@ -160,36 +192,54 @@ def find_baseline(
     the batches compare is for the caller to say: the entry carries its own.
     """
 
-    def preference(entry: Entry) -> tuple[bool, bool, float, str]:
+    def preference(row: Row) -> tuple[bool, bool, float, str]:
         comparable = batch is not None and (
-            (entry.batch.size_per_data_rank is not None and entry.batch.size_per_data_rank == batch.size_per_data_rank)
-            or (entry.batch.global_size is not None and entry.batch.global_size == batch.global_size)
+            (row.size_per_data_rank is not None and row.size_per_data_rank == batch.size_per_data_rank)
+            or (row.global_size is not None and row.global_size == batch.global_size)
         )
-        return entry.settings.precision == precision, comparable, entry.result.samples_per_second or 0.0, entry.id
+        return row.precision == precision, comparable, row.samples_per_second or 0.0, row.id
 
+    rows = known(entries)
     single = [
-        entry
-        for entry in entries
-        if entry.result.is_good
-        and entry.hardware.num_devices == 1
-        and _same_model(entry.model, fingerprint)
-        and _same_hardware(entry.hardware, hardware)
+        row
+        for row in rows
+        if row.num_devices == 1 and _same_hardware(row, hardware) and _same_model(row, fingerprint) and row.is_good
     ]
-    return max(single, key=preference, default=None)
+    return _first(rows, sorted(single, key=preference, reverse=True))
 
 
-def _same_hardware(one: Hardware, other: Hardware) -> bool:
-    return (one.device, one.kind) == (other.device, other.kind)
+def _first(rows: Known, ranked: list[Row]) -> Entry | None:
+    """The first that is still there."""
+    return next((entry for row in ranked if (entry := rows.load(row)) is not None), None)
 
 
-def _same_model(one: Fingerprint, other: Fingerprint) -> bool:
+def _layout(row: Row) -> Layout:
+    return _layout_of(row.data, row.tensor, row.pipeline, row.replicas)
+
+
+@lru_cache(maxsize=4096)
+def _layout_of(data: int, tensor: int, pipeline: int, replicas: int) -> Layout:
+    return Layout(
+        data_parallel_size=data,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        replicate_size=replicas,
+    )
+
+
+def _same_hardware(row: Row, hardware: Hardware) -> bool:
+    return row.kind == hardware.kind and row.device == hardware.device
+
+
+def _same_model(one: Row | Fingerprint, other: Fingerprint) -> bool:
     return one.hash == other.hash and one.num_parameters > 0
 
 
-def _similar(one: Fingerprint, other: Fingerprint) -> bool:
-    if _same_model(one, other):
+def _similar(row: Row, fingerprint: Fingerprint) -> bool:
+    if _same_model(row, fingerprint):
         return True
-    return one.model_class == other.model_class and _ratio(one.num_parameters, other.num_parameters) <= SIMILAR_SIZE
+    same_class = row.model_class == fingerprint.model_class
+    return same_class and _ratio(row.num_parameters, fingerprint.num_parameters) <= SIMILAR_SIZE
 
 
 def _ratio(one: int, other: int) -> float:
@@ -198,8 +248,8 @@ def _ratio(one: int, other: int) -> float:
     return large / small if small > 0 else math.inf
 
 
-def _rate(entry: Entry, by_tokens: bool) -> float:
-    return (entry.result.tokens_per_second if by_tokens else entry.result.samples_per_second) or 0.0
+def _rate(row: Row, by_tokens: bool) -> float:
+    return (row.tokens_per_second if by_tokens else row.samples_per_second) or 0.0
 
 
 def _reason(entry: Entry, degrees: Layout, fingerprint: Fingerprint, *, num_known: int, by_tokens: bool) -> str:
@@ -208,7 +258,7 @@ def _reason(entry: Entry, degrees: Layout, fingerprint: Fingerprint, *, num_know
     text = (
         f"starting from archive entry {entry.id}: {model} ({entry.model.num_parameters:,} parameters) ran with"
         f" {entry.degrees} on {entry.hardware.num_devices} x {entry.hardware.kind}"
-        f" at {_rate(entry, by_tokens):,.4g} {'tokens' if by_tokens else 'samples'}/s"
+        f" at {_rate(row_of(entry), by_tokens):,.4g} {'tokens' if by_tokens else 'samples'}/s"
     )
     if degrees != entry.degrees:
         old, new = entry.degrees.data_parallel_size, degrees.data_parallel_size
