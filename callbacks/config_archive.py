@@ -31,6 +31,7 @@ from lightning_hybrid.errors import ArchiveError
 from lightning_hybrid.metrics.advice import BatchAndRate, Figures
 from lightning_hybrid.metrics.throughput import Throughput, count_once
 from lightning_hybrid.recorder import RecordedStep
+from lightning_hybrid.run_facts import known_fingerprint
 
 __all__ = ["ConfigArchive"]
 
@@ -111,7 +112,7 @@ class ConfigArchive(Measurement):
             return
         if self._fingerprint is None or self._module is None or self._module() is not pl_module:
             # Once for each module: it is whole only before its first strategy has cut it.
-            self._fingerprint, self._module = fingerprint_module(pl_module), weakref.ref(pl_module)
+            self._fingerprint, self._module = known_fingerprint(pl_module), weakref.ref(pl_module)
         self._first_batch, self._losses = None, (None, None)
         self._pending, self._counts = (0, 0), (0.0, 0, 0, 0)
         self._memory, self._adviser = None, None

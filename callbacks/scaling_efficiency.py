@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_hybrid.archive import Archive, Entry, Fingerprint, detect_hardware, find_baseline, fingerprint_module
+from lightning_hybrid.archive import Archive, Entry, Fingerprint, detect_hardware, find_baseline
 from lightning_hybrid.callbacks.measurement import Measurement
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
@@ -22,6 +22,7 @@ from lightning_hybrid.metrics.scaling import Reference, Scaling, compare
 from lightning_hybrid.metrics.throughput import Throughput, count_once
 from lightning_hybrid.recorder import RecordedStep
 from lightning_hybrid.report.groups import reference_of
+from lightning_hybrid.run_facts import known_fingerprint
 
 __all__ = ["ScalingEfficiency"]
 
@@ -96,7 +97,7 @@ class ScalingEfficiency(Measurement):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._fingerprint is None and next(pl_module.parameters(), None) is not None:  # whole only before it is cut
-            self._fingerprint = fingerprint_module(pl_module)
+            self._fingerprint = known_fingerprint(pl_module)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,24 +1,34 @@
-"""What a run is set to: arguments checked, and degrees that nobody gave taken from the archive's best entry."""
+"""What a run is set to: arguments checked; degrees that nobody gave from the archive's best entry, else planned."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_hybrid.archive import Entry, choose_degrees, detect_hardware, fingerprint_module
+from lightning_hybrid.archive import (
+    Archive,
+    Entry,
+    Match,
+    choose_degrees,
+    detect_hardware,
+    failed_degrees,
+    fingerprint_module,
+)
+from lightning_hybrid.archive.match import rescale
+from lightning_hybrid.choose_plan import PlanChoice, choose_by_plan
 from lightning_hybrid.errors import ArchiveError, ConfigurationError, UnsupportedError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.per_block import check_split_backward
 from lightning_hybrid.pipeline.blocks import list_blocks
 from lightning_hybrid.pipeline.schedule import ScheduleSpec, find_schedule
 from lightning_hybrid.pipeline.schedule_file import parse_schedule
+from lightning_hybrid.run_facts import whole_model
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.tensor_parallel.plan import build_tp_plan
 
@@ -31,7 +41,6 @@ __all__ = [
     "can_run",
     "check_counts",
     "check_run",
-    "choose_from_archive",
     "choose_layout",
     "choose_stages_per_rank",
     "without_effect",
@@ -50,54 +59,74 @@ class ArchiveChoice:
     reason: str
 
 
-def choose_from_archive(
-    url: str,
-    module: Any,
-    device: torch.device,
-    num_devices: int,
-    *,
-    num_nodes: int,
-    broadcast: Callable[[Any], Any],
-    accept: Callable[[Layout, Entry], bool],
-) -> ArchiveChoice | None:
-    """Return what global rank 0 finds in the archive, the same on all ranks; ``None`` if nothing fits. A collective.
-
-    An archive that cannot be read is passed over with a warning: the others wait for rank 0's word.
-    """
-    choice: ArchiveChoice | None = None
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        hardware = detect_hardware(device.type, num_devices=num_devices, num_nodes=num_nodes)
-        try:
-            match = choose_degrees(url, fingerprint_module(module), hardware, num_devices, accept=accept)
-        except ArchiveError as error:
-            logger.warning("The archive is not used: %s", error)
-            match = None
-        if match is not None:
-            choice = ArchiveChoice(
-                layout=match.degrees, entry_id=match.entry.id, settings=vars(match.entry.settings), reason=match.reason
-            )
-    result: ArchiveChoice | None = broadcast(choice)
-    return result
-
-
 def choose_layout(strategy: Any) -> Layout:
-    """Return the degrees of a strategy's run, from the archive if the user gave none. A collective."""
+    """Return the degrees of a strategy's run, chosen if the user gave none. A collective.
+
+    One rank decides, the others get its word. It is said, by one rank, in a few lines.
+
+    Raises:
+        ConfigurationError: if the degrees do not make as many devices as there are.
+    """
     choice, num_devices = strategy.choice, strategy.num_nodes * strategy.num_processes
-    if choice.is_open and choice.settings.archive is not None:
-        entry = choose_from_archive(
-            os.fspath(choice.settings.archive),
-            strategy.lightning_module,
-            strategy.root_device,
-            num_devices,
-            num_nodes=strategy.num_nodes,
-            broadcast=strategy.broadcast,
-            accept=lambda layout, entry: can_run(layout, entry, strategy.lightning_module, choice),
-        )
-        if entry is not None:
-            choice.take_entry(entry)
-            rank_zero_info(f"lightning_hybrid: {entry.reason}")
+    if choice.is_open:
+        found = _decide(strategy, num_devices) if strategy.global_rank == 0 else None
+        found = strategy.broadcast(found)
+        if isinstance(found, ArchiveChoice):
+            choice.take_entry(found)
+            rank_zero_info(f"lightning_hybrid: {found.reason}")
+        else:
+            choice.take_plan(found)
+            strategy.settings = choice.settings
+            for line in found.lines:
+                rank_zero_info(f"lightning_hybrid: {line}")
+    elif choice.layout is not None and choice.layout.world_size != num_devices:  # an entry's, given by the user
+        choice.layout = _resized(choice.layout, num_devices)
     layout: Layout = choice.resolve(num_devices)
     return layout
+
+
+def _resized(layout: Layout, num_devices: int) -> Layout:
+    resized = rescale(layout, num_devices)
+    if resized is None:
+        rest = layout.tensor_parallel_size * layout.pipeline_parallel_size
+        raise ConfigurationError(
+            f"The archive entry's degrees ({layout}) cannot be resized to {num_devices} devices: tensor x pipeline is"
+            f" {rest}, which does not divide it. Use a multiple of {rest} devices, another entry, or give the degrees."
+        )
+    return resized
+
+
+def _decide(strategy: Any, num_devices: int) -> ArchiveChoice | PlanChoice:
+    """The nearest known-good entry, else the planner's best. Whatever goes wrong here must not stop the others."""
+    module, choice = strategy.lightning_module, strategy.choice
+    match, failed = None, dict[Layout, Entry]()
+    if choice.settings.archive is not None and num_devices > 1:
+        try:
+            match, failed = _ask_archive(strategy, module, num_devices)
+        except ArchiveError as error:
+            logger.warning("The archive is not used: %s", error)
+        except Exception as error:  # a configure_model that wants its ranks
+            logger.warning("The archive is not used, as this model cannot be known yet: %s", error)
+    if match is not None:
+        return ArchiveChoice(
+            layout=match.degrees, entry_id=match.entry.id, settings=vars(match.entry.settings), reason=match.reason
+        )
+    return choose_by_plan(strategy, module, num_devices, failed=failed)
+
+
+def _ask_archive(strategy: Any, module: Any, num_devices: int) -> tuple[Match | None, dict[Layout, Entry]]:
+    choice = strategy.choice
+    hardware = detect_hardware(strategy.root_device.type, num_devices=num_devices, num_nodes=strategy.num_nodes)
+    whole = whole_model(module)
+    fingerprint, known = fingerprint_module(whole), Archive(os.fspath(choice.settings.archive)).known()
+    match = choose_degrees(
+        known,
+        fingerprint,
+        hardware,
+        num_devices,
+        accept=lambda layout, entry: can_run(layout, entry, whole, choice),
+    )
+    return match, failed_degrees(known, fingerprint, hardware)
 
 
 def archived_schedule(settings: Mapping[str, Any]) -> tuple[ScheduleSpec, int]:

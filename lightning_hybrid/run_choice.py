@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from lightning_hybrid.choose import ArchiveChoice, archived_schedule, check_counts, choose_stages_per_rank
+from lightning_hybrid.choose_plan import PlanChoice
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Coordinate, Layout, resolve_layout
 from lightning_hybrid.per_block import can_split_backward
@@ -23,6 +26,8 @@ class RunChoice:
     """The degrees, once they are known."""
     started_from: str | None = None
     """Id of the archive entry that something was taken from."""
+    planned: Mapping[str, float] = MappingProxyType({})
+    """What the planner predicted, where it chose the degrees."""
 
     def __init__(
         self,
@@ -80,6 +85,16 @@ class RunChoice:
                 self.spec, self.stages_per_rank, self.chooses_schedule = spec, per_rank, False
         if self.num_microbatches == "auto":
             self.num_microbatches = num_microbatches
+
+    def take_plan(self, plan: PlanChoice) -> None:
+        """Run what was planned: the degrees, and what saves memory where nobody said anything of it."""
+        self.layout, self.planned = plan.layout, plan.figures
+        changed: dict[str, Any] = {}
+        if plan.reshard is not None and self.settings.reshard_after_forward is None:
+            changed["reshard_after_forward"] = plan.reshard
+        if plan.recompute != "none" and self.settings.activation_checkpointing == "none":
+            changed["activation_checkpointing"] = plan.recompute
+        self.settings = replace(self.settings, **changed)
 
     def take_schedule(self, spec: ScheduleSpec, stages_per_rank: int, entry_id: str | None) -> None:
         """Run this schedule, which an archive entry may have measured; called before anything is cut."""

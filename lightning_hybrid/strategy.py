@@ -58,10 +58,12 @@ class Hybrid3DStrategy(ReplicaHooks):
 
     Args:
         data_parallel_size: Ranks that read different samples. The product of the three degrees is the number of
-            devices; ``"auto"`` takes what the others leave over.
+            devices; ``"auto"`` takes what the others leave over. If none of the three is given, all are chosen: those
+            of the archive's nearest known-good entry, else the planner's (:mod:`lightning_hybrid.choose_plan`).
         tensor_parallel_size: Ranks that split each block's matrices, following ``tp_plan``.
         pipeline_parallel_size: Ranks that split the blocks.
-        replicate_size: Replicas along the data axis (HSDP); parameters are sharded over the rest of it.
+        replicate_size: Replicas along the data axis (HSDP); parameters are sharded over the rest of it. ``"auto"`` is
+            1, or chosen with the degrees.
         replica_sync: Optimizer steps from one exchange of the replicas to the next, ``"auto"``, or a
             :class:`~lightning_hybrid.ReplicaSync` or dict of its fields (local SGD, DiLoCo). 1 averages gradients.
         num_microbatches: Pieces into which each rank's batch is cut for the pipeline; ``"auto"`` is twice the number
@@ -107,7 +109,7 @@ class Hybrid3DStrategy(ReplicaHooks):
         data_parallel_size: Degree = "auto",
         tensor_parallel_size: Degree = "auto",
         pipeline_parallel_size: Degree = "auto",
-        replicate_size: Degree = 1,
+        replicate_size: Degree = "auto",
         replica_sync: Degree | ReplicaSync | dict[str, Any] = 1,
         num_microbatches: Degree = "auto",
         schedule: str | os.PathLike[str] = "auto",

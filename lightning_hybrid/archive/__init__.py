@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_degrees(
-    url: str | os.PathLike[str],
+    archive: str | os.PathLike[str] | Known,
     fingerprint: Fingerprint,
     hardware: Hardware,
     num_devices: int,
@@ -68,7 +68,7 @@ def choose_degrees(
     Degrees for as many devices that failed before are named in a warning.
 
     Args:
-        url: the archive's folder; one that does not exist is an empty archive.
+        archive: its folder (one that does not exist is an empty archive), or what :meth:`Archive.known` returned.
         fingerprint: of the whole model, from :func:`fingerprint_module`.
         hardware: from :func:`detect_hardware`.
         num_devices: devices to use.
@@ -77,7 +77,7 @@ def choose_degrees(
     Raises:
         ArchiveError: if the URL cannot be opened or its folder cannot be listed.
     """
-    entries = Archive(url).known()
+    entries = archive if isinstance(archive, Known) else Archive(archive).known()
     for degrees, entry in failed_degrees(entries, fingerprint, hardware).items():
         if degrees.world_size == num_devices:
             what = "ran out of memory" if entry.result.status == "oom" else "failed"

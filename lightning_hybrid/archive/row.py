@@ -113,7 +113,7 @@ def known(entries: Known | Iterable[Entry]) -> Known:
 # ---- the index: a line for each document that somebody has read ----------------------------------------------------
 #
 # A line holds a sum of what follows, the document's name, a key that changes with the document (bytes, time, inode) and
-# its row, or why it is no entry. Later lines replace earlier ones of the same name. Lines with a wrong sum are nobody's.
+# its row, or why it is no entry. Later lines replace earlier ones of the same name. Lines with a wrong sum are none.
 
 
 def to_line(name: str, key: str, row: Row | str) -> bytes:

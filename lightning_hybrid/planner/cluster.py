@@ -32,6 +32,8 @@ class Cluster:
     num_devices: int
     per_node: int
     """Devices of one node."""
+    seats: float | None = None
+    """Devices of a node that can work at once, where they are processes that share a host's cores; ``None``: all."""
     link: float
     """GB/s of one device to the others of its node, one direction (nominal; collectives reach a part of it)."""
     network: float

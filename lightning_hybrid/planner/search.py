@@ -10,7 +10,7 @@ than there are are tried where no plan uses all, and on small clusters always.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_hybrid.errors import ConfigurationError
@@ -24,7 +24,7 @@ from lightning_hybrid.planner.stage_memory import memory_of_stages
 from lightning_hybrid.planner.step import PARTS, Estimate, estimate, head_in_blocks
 from lightning_hybrid.planner.topology import Placed, can_gain, place
 
-__all__ = ["CLOSE", "Plan", "Planning", "Rejection", "plan", "rank_estimates"]
+__all__ = ["CLOSE", "Plan", "Planning", "Rejection", "in_order", "plan", "rank_estimates"]
 
 #: Plans that are slower by less than this are as good: estimates are not better.
 CLOSE = 0.03
@@ -137,6 +137,8 @@ def plan(
     compile: bool = False,
     memory_share: float = MEMORY_SHARE,
     measured: Mapping[Layout, float | None] | None = None,
+    allowed: Callable[[Setup], str | None] = lambda setup: None,
+    idle: bool = True,
     most: int = 10,
     constants: Constants = FITTED,
 ) -> Planning:
@@ -153,6 +155,8 @@ def plan(
         memory_share: Share of a device's memory that an estimate may reach.
         measured: Step seconds of layouts that have run (``None``: ran out of memory). They count instead of estimates,
             and no rule speaks against them.
+        allowed: Says why a setup cannot be used, beside what the planner knows itself; ``None`` if it can.
+        idle: Whether plans may leave devices without work.
         most: Plans to return.
         constants: What was fitted to measurements.
 
@@ -165,7 +169,7 @@ def plan(
     parallel = not compile if sequence_parallel is None else sequence_parallel
     options = {"precision": precision, "sequence_parallel": parallel, "fused": compile}
     found = _Found()
-    for devices in _counts(cluster):
+    for devices in _counts(cluster) if idle else (cluster.num_devices,):
         if devices != cluster.num_devices and found.fitting and cluster.num_devices > _SMALL:
             break
         for layout in _layouts(profile, cluster, devices, global_batch, found):
@@ -173,7 +177,8 @@ def plan(
                 found.rejected[describe(layout)] = "it ran out of memory in a run"
                 continue
             for setup in _setups(profile, layout, global_batch, options):
-                _try(profile, cluster, setup, memory_share, layout in known, constants, found)
+                usable = [each for each in setup if _is_allowed(each, allowed, found)]
+                _try(profile, cluster, usable, memory_share, layout in known, constants, found)
     ranked = rank_estimates(profile, cluster, found.fitting, known)
     if can_gain(cluster):
         ranked = _place_all(profile, cluster, ranked[: most + _MORE], constants)
@@ -212,11 +217,26 @@ def rank_estimates(
         before = fastest.get((setup.layout, setup.num_microbatches))
         if before is None or candidate.seconds < before.estimate.seconds:
             fastest[setup.layout, setup.num_microbatches] = made
-    plans = sorted(fastest.values(), key=lambda made: made.seconds)
-    limit = plans[0].seconds * (1 + CLOSE) if plans else 0.0
-    close = [made for made in plans if made.seconds <= limit]
-    close.sort(key=lambda made: preference(made.estimate, len(made.remarks)))
-    return close + plans[len(close) :]
+    return in_order(fastest.values())
+
+
+def in_order(plans: Iterable[Plan], *, by_sample: bool = False, close: float = CLOSE) -> list[Plan]:
+    """The fastest first; of those within ``close`` of the fastest, in the order of practitioners.
+
+    Args:
+        plans: In any order.
+        by_sample: Whether a sample's seconds are compared, for plans of different batches.
+        close: Share by which slower plans are as good.
+    """
+
+    def seconds(made: Plan) -> float:
+        return made.seconds / (made.setup.global_batch if by_sample else 1)
+
+    ranked = sorted(plans, key=seconds)
+    limit = seconds(ranked[0]) * (1 + close) if ranked else 0.0
+    near = [made for made in ranked if seconds(made) <= limit]
+    near.sort(key=lambda made: preference(made.estimate, len(made.remarks)))
+    return near + ranked[len(near) :]
 
 
 def _place_all(profile: ModelProfile, cluster: Cluster, plans: Sequence[Plan], constants: Constants) -> list[Plan]:
@@ -310,6 +330,13 @@ def _schedules(profile: ModelProfile, ranks: int, *, splits: bool) -> list[tuple
     return found
 
 
+def _is_allowed(setup: Setup, allowed: Callable[[Setup], str | None], found: _Found) -> bool:
+    problem = allowed(setup)
+    if problem is not None:
+        found.rejected.setdefault(describe(setup.layout), problem)
+    return problem is None
+
+
 def _try(
     profile: ModelProfile,
     cluster: Cluster,
@@ -335,7 +362,7 @@ def _try(
             kept.append(setup)
             found.fitting.append(estimate(profile, cluster, setup, constants=constants))
         least = min(least, needed)
-    if not kept:
+    if setups and not kept:
         _note_memory(setups[-1].layout, least, limit, found)
 
 

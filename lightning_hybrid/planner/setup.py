@@ -90,6 +90,11 @@ class Setup:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r} must be at least 1.")
 
     @property
+    def width(self) -> float:
+        """Bytes of an element that is computed with or sent."""
+        return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
     def flash(self) -> bool:
         """Whether attention's scores never reach memory."""
         return self.attention != "unfused"

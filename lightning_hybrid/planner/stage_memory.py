@@ -118,7 +118,7 @@ def _stage(profile: ModelProfile, setup: Setup, count: int, stage: int, last: bo
             alone=setup.num_devices == 1,
         )
     unit = max(profile.layer_parameters, profile.embedding_parameters) / tensor
-    gathered = 2 * min(2 * unit, parameters) if setup.reshard else 2 * parameters
+    gathered = setup.width * (min(2 * unit, parameters) if setup.reshard else parameters)
     waiting = kept * (min(unit, parameters) if setup.reshard else parameters)  # gradients that are not yet reduced
     if shards == 1:  # replicas: gradients are where the optimizer takes them, and weights are cast one layer at a time
         gathered, waiting = 0.0, 0.0

@@ -92,7 +92,7 @@ def estimate(profile: ModelProfile, cluster: Cluster, setup: Setup, *, constants
     layers = setup.layers_of_stages(profile.num_layers, head_in_blocks(profile))
     if cluster.measured is not None and not cluster.placement.order:  # others may be slow, but have no part in it
         cluster = replace(cluster, placement=Placement(tuple(range(setup.num_devices))))
-    parts = step_parts(profile, cluster, setup, layers, constants)
+    parts = shared_parts(cluster, setup, step_parts(profile, cluster, setup, layers, constants))
     seconds = sum(parts.values())
     peak = cluster.gpu.peak("bf16") * setup.num_devices
     return Estimate(
@@ -135,6 +135,21 @@ def step_parts(
         "optimizer": optimizer,
         "host": constants.step + count * constants.microbatch,
     }
+
+
+def shared_parts(cluster: Cluster, setup: Setup, parts: dict[str, float]) -> dict[str, float]:
+    """The parts of a step where ranks share their host's cores.
+
+    Whatever a rank does, exchanges too, is then work of a core, and what one rank waits another one works. A step is as
+    long as the path of a rank that has a core to itself, or as all ranks' work takes on all cores.
+    """
+    ranks = min(setup.num_devices, cluster.per_node)
+    if cluster.seats is None or cluster.seats >= ranks:
+        return parts
+    alone, turns = sum(parts.values()), ranks / cluster.seats
+    found = {name: seconds * turns for name, seconds in parts.items()}
+    found["bubble"] = max(0.0, alone - (sum(found.values()) - found["bubble"]))
+    return found
 
 
 def _one_pass(
@@ -204,7 +219,7 @@ def _longer(one: float, other: float, sharpness: float) -> float:
 def _tensor_exchange(profile: ModelProfile, cluster: Cluster, setup: Setup, constants: Constants) -> float:
     """Seconds of a block's forward (or backward): two all-reduces, or as many gathers and scatters."""
     tokens = setup.micro_batch * profile.seq_length / setup.context
-    return 2 * ring(setup.tensor_group, 2 * tokens * profile.hidden_size, cluster, constants, passes=2)
+    return 2 * ring(setup.tensor_group, setup.width * tokens * profile.hidden_size, cluster, constants, passes=2)
 
 
 def _context_exchange(
@@ -226,7 +241,7 @@ def _pipeline_exchange(
     With several stages a rank they travel while another stage computes; with one, neighbours wait for each other.
     """
     tokens = setup.micro_batch * profile.seq_length / setup.context
-    num_bytes = 2 * tokens * profile.hidden_size
+    num_bytes = setup.width * tokens * profile.hidden_size
     if setup.sequence_parallel:
         num_bytes /= setup.layout.tensor_parallel_size
     sent = send(setup.pipeline_group, num_bytes, cluster, constants)
@@ -263,10 +278,12 @@ def _shards_exposed(
     forward = passed.forward + passed.tensor / (3 if setup.recompute == "full" else 2)
     backward = passed.seconds - passed.pipeline - forward
     if not setup.reshard:  # gathered once, reduced once: shared by the micro-batches of a step
-        hidden = _longer(forward, gather(2.0), constants.sharpness) + _longer(backward, reduce, constants.sharpness)
+        hidden = _longer(forward, gather(setup.width), constants.sharpness) + _longer(
+            backward, reduce, constants.sharpness
+        )
         return (hidden - forward - backward) / setup.num_microbatches
-    hidden = _longer(forward, gather(2.0), constants.sharpness)
-    hidden += _longer(backward, gather(2.0) + reduce, constants.sharpness)
+    hidden = _longer(forward, gather(setup.width), constants.sharpness)
+    hidden += _longer(backward, gather(setup.width) + reduce, constants.sharpness)
     return hidden - forward - backward
 
 
