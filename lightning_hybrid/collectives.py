@@ -27,6 +27,7 @@ from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.mesh import axis_group
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.step_world import StepWorld
+from lightning_hybrid.watch import Watch
 
 __all__ = ["AxisCollectives"]
 
@@ -40,6 +41,12 @@ class AxisCollectives(ParallelStrategy):
     """Whether a training step is running."""
     settings: Settings
     _step_world: StepWorld | None = None
+    watch: Watch | None = None
+    """While a run goes on with several ranks: what tells them of each other's failures."""
+
+    def _leave_watch(self) -> None:
+        if self.watch is not None:
+            self.watch.leave()
 
     @contextmanager
     def apart(self) -> Iterator[None]:

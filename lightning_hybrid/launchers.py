@@ -1,18 +1,22 @@
-"""Lightning's process launchers, told that a rank may hold only a part of the module and that jobs are restarted."""
+"""Lightning's process launchers, told that a rank may hold a part of the module only, and that jobs may fail."""
 
 from __future__ import annotations
 
 import gc
 import io
+import subprocess
+from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_hybrid.failing import failing_together, kill_all, run_together, watch_children
 from lightning_hybrid.restart import prepare_for_restarts
 
 __all__ = ["HybridMultiProcessingLauncher", "make_launcher"]
@@ -35,7 +39,12 @@ class _Restartable(_Launcher):
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         if trainer is not None:
             prepare_for_restarts(trainer)
+            function = self._guarded(function, trainer)
         return super().launch(function, *args, trainer=trainer, **kwargs)  # type: ignore[safe-super]
+
+    def _guarded(self, function: Any, trainer: Any) -> Any:
+        """What is run instead of ``function``, see :mod:`lightning_hybrid.failing`."""
+        return partial(run_together, trainer, function)
 
 
 class _Here(_Launcher):
@@ -56,8 +65,29 @@ class _InThisProcess(_Restartable, _Here):
     """Under ``torchrun`` and SLURM, and in the processes that Lightning has started."""
 
 
-class _ScriptLauncher(_Restartable, _SubprocessScriptLauncher):
+class _Scripts(_SubprocessScriptLauncher):
+    """Starts the script again for each rank, and looks after these processes by itself.
+
+    Lightning's observer kills all of them, this one too, within five seconds after one has failed, and says nothing.
+    """
+
+    @override
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        self._call_children_scripts()
+        watch_children(self.procs, trainer)
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+    def kill_all(self) -> None:
+        """End the processes that were started here, at once."""
+        kill_all(self.procs)
+
+
+class _ScriptLauncher(_Restartable, _Scripts):
     """Starts the script again for each rank."""
+
+    procs: list[subprocess.Popen[Any]]
 
 
 class HybridMultiProcessingLauncher(_Restartable, _MultiProcessingLauncher):
@@ -70,10 +100,15 @@ class HybridMultiProcessingLauncher(_Restartable, _MultiProcessingLauncher):
     _states: dict[str, Any]
 
     @override
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+    def _guarded(self, function: Any, trainer: Any) -> Any:
+        return function  # this process is no rank
+
+    @override
+    def _wrapping_function(self, process_idx: int, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if self._start_method == "fork":
             gc.freeze()  # garbage of the notebook, such as process groups, may own threads this process lacks
-        super()._wrapping_function(*args, **kwargs)
+        with failing_together(self._strategy, trainer):
+            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
 
     @override
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:

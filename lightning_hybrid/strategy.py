@@ -47,6 +47,7 @@ from lightning_hybrid.setup_pipeline import PipelineSetup
 from lightning_hybrid.sharding import ShardedRoot, backward_of, call_inside, reshard, set_gradient_sync, to_device
 from lightning_hybrid.stopping import stop_together
 from lightning_hybrid.tensor_parallel.joined_late import joined
+from lightning_hybrid.watch import start_watch
 
 __all__ = ["Hybrid3DStrategy"]
 
@@ -278,6 +279,7 @@ class Hybrid3DStrategy(ReplicaHooks):
         device = self.root_device if self.root_device.type != "cpu" else None
         assert self.cluster_environment is not None
         _init_dist_connection(self.cluster_environment, backend, timeout=self.settings.timeout, device_id=device)
+        self.watch = start_watch(self)
         self.choice.share(self.broadcast)
         self.choice.layout = choose_layout(self)
         check_run(self.choice, self.lightning_module, self.precision_plugin)
@@ -481,6 +483,7 @@ class Hybrid3DStrategy(ReplicaHooks):
     @override
     def teardown(self) -> None:
         if self._failed:  # a half-run step leaves gathered parameters; moving them would bury the first error
+            self._leave_watch()
             return
         reshard(self._root)
         module = self._lightning_module

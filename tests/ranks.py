@@ -42,6 +42,7 @@ GRACE = 1.0
 #: The same when only ranks have failed whose connection broke: the rank that caused it may still be tidying up.
 PATIENCE = 10.0
 BROKEN_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+BROKEN_CONNECTION += ("This rank ends because of",)
 
 
 class RankError(Exception):

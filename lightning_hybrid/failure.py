@@ -1,0 +1,120 @@
+"""What ended a run: on which rank, where it stood, doing what, and why. Data and words; no processes, no sockets."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_hybrid.errors import PipelineError
+
+__all__ = ["Failure", "PeerFailedError", "is_consequence", "status_of"]
+
+Status = Literal["failed", "oom", "interrupted"]
+
+#: A longer text says no more, and travels to every rank.
+_MOST_CHARACTERS = 20_000
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+#: What gloo, NCCL and torch's store say on the ranks that follow a failed one.
+_BROKEN_CONNECTION = re.compile(
+    r"Connection closed by peer|Connection reset|Broken pipe|Connection refused|Socket closed|remote process exited"
+    r"|Read error \[|Write error|[Tt]imed out waiting|Timed out after|Watchdog caught collective|Rank \d+ successfully"
+    r" reached monitoredBarrier|NCCL communicator was aborted|failed to recv, got 0 bytes",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The first cause."""
+
+    rank: int
+    place: str
+    """Its coordinate, such as ``"data 0, tensor 1, pipeline 0"``."""
+    action: str
+    """What it was doing, such as ``"training batch 3, stage 2 forward of micro-batch 3"``."""
+    cause: str
+    """The error's type and message, or how the process ended."""
+    details: str = ""
+    """The traceback, or what all ranks were doing."""
+    status: Status = "failed"
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int, place: str, action: str) -> Failure:
+        """Return what an exception on a rank means."""
+        cause = "".join(traceback.format_exception_only(type(error), error)).strip()
+        details = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return cls(
+            rank=rank,
+            place=place,
+            action=action,
+            cause=cause[:_MOST_CHARACTERS],
+            details=details[-_MOST_CHARACTERS:],
+            status=status_of(error),
+        )
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Failure:
+        """Return what :meth:`to_dict` made, sent by another rank."""
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+    @property
+    def headline(self) -> str:
+        """One line: rank, coordinate, action, and the first line of the cause."""
+        doing = f", {self.action}" if self.action else ""
+        return f"rank {self.rank} ({self.place}){doing}: {self.cause.splitlines()[0] if self.cause else 'unknown'}"
+
+    def report(self) -> str:
+        """Everything, for the launcher's stderr."""
+        details = f"\n{self.details.rstrip()}" if self.details else ""
+        return f"The run has failed. First cause: {self.headline}{details}\n"
+
+
+class PeerFailedError(PipelineError):
+    """Another rank has failed, and this one cannot go on. ``failure`` says what happened there."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"This rank ends because of {failure.headline}")
+        self.failure = failure
+
+    def __reduce__(self) -> tuple[type[PeerFailedError], tuple[Failure]]:
+        return PeerFailedError, (self.failure,)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error is what a rank sees when another one has gone: a broken connection, or a wait in vain."""
+    return isinstance(error, PeerFailedError) or any(
+        isinstance(cause, (RuntimeError, OSError)) and _BROKEN_CONNECTION.search(str(cause)) for cause in causes(error)
+    )
+
+
+def status_of(error: BaseException) -> Status:
+    """Return what an exception means for the archive."""
+    if isinstance(error, PeerFailedError):
+        return error.failure.status
+    if isinstance(error, KeyboardInterrupt | SIGTERMException):
+        return "interrupted"
+    for cause in causes(error):
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError):
+            return "oom"
+        if isinstance(cause, RuntimeError) and any(words in str(cause) for words in _OUT_OF_MEMORY):
+            return "oom"
+    return "failed"
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that it was raised from, or while handling."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
