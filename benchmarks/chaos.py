@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,10 @@ class Kind:
     same: bool = True
     """Whether the rank on which it happens must be the one that is named."""
 
+    def with_timeout(self, seconds: float) -> Kind:
+        """The same with another timeout of the strategy."""
+        return replace(self, timeout=seconds)
+
 
 def _memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB (chaos)")
@@ -147,9 +151,9 @@ KINDS: dict[str, Kind] = {
         "training_step", _raise(KeyboardInterrupt()), said="KeyboardInterrupt", status="interrupted"
     ),
     "sys.exit": Kind("training_step", lambda: sys.exit(0), said="SystemExit"),
-    "SIGKILL": Kind("training_step", be_killed, said="SIGKILL"),
-    "SIGKILL between steps": Kind("on_train_batch_end", be_killed, said="SIGKILL"),
-    "SIGKILL while saving": Kind("on_save_checkpoint", be_killed, said="SIGKILL"),
+    "SIGKILL": Kind("training_step", be_killed, said="SIGKILL", status="interrupted"),
+    "SIGKILL between steps": Kind("on_train_batch_end", be_killed, said="SIGKILL", status="interrupted"),
+    "SIGKILL while saving": Kind("on_save_checkpoint", be_killed, said="SIGKILL", status="interrupted"),
     "SIGINT": Kind(
         "training_step",
         lambda: os.kill(os.getpid(), signal.SIGINT),
@@ -159,7 +163,7 @@ KINDS: dict[str, Kind] = {
     "SIGTERM": Kind(
         "training_step",
         lambda: os.kill(os.getpid(), signal.SIGTERM),
-        said="SIGTERMException",
+        said="SIGTERM",
         status="interrupted",
         same=False,
     ),
@@ -167,7 +171,9 @@ KINDS: dict[str, Kind] = {
     "abort": Kind("on_train_batch_end", os.abort, said="SIGABRT"),
     "os._exit(3)": Kind("training_step", lambda: os._exit(3), said="exit status 3"),
     "os._exit(0)": Kind("on_train_batch_end", lambda: os._exit(0), said="exit status 0"),
-    "connections lost": Kind("on_train_batch_end", lose_connections, said="connection", same=False),
+    "connections lost": Kind(
+        "on_train_batch_end", lose_connections, said="connection", same=False, status="interrupted"
+    ),
     "a collective of its own": Kind("on_train_batch_end", other_collective, said="no progress", same=False, limit=40),
     "no progress": Kind("on_train_batch_end", sleep_for_ever, said="no progress", timeout=12),
     "no progress, holding the interpreter": Kind("on_train_batch_end", hang_in_c, said="no progress", timeout=12),
@@ -262,6 +268,7 @@ class Outcome:
 def rank_of_chaos(rank: int, folder: Path, name: str, degrees: tuple[int, int, int], victim: int, at_step: int) -> None:
     """Be one rank, as a script is: what is not caught is printed, and the exit code is 1."""
     kind = KINDS[name]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     code = 0
     try:
         _fit(rank, folder, kind, degrees, victim, at_step)
@@ -331,7 +338,7 @@ def _fit(rank: int, folder: Path, kind: Kind, degrees: tuple[int, int, int], vic
 
 def inject(name: str, layout: str, victim: int, at_step: int, folder: Path, more: float = 0.0) -> Outcome:
     """Start the job, let it fail, and look at what is left. ``more``: seconds that a busy machine may take longer."""
-    from tests.ranks import fork_rank, free_port, rank_environment
+    from tests.ranks import fork_rank, free_port, processes_of, rank_environment
 
     kind, degrees = KINDS[name], LAYOUTS[layout]
     number = degrees[0] * degrees[1] * degrees[2]
@@ -346,11 +353,11 @@ def inject(name: str, layout: str, victim: int, at_step: int, folder: Path, more
         ranks.append(fork_rank(rank, folder / "outputs", environment, gate, rank_of_chaos, arguments))
     try:
         _wait(ranks, folder, kind, outcome, more)
-        left = _left_behind([rank.pid for rank in ranks])
+        left = processes_of([rank.pid for rank in ranks])
         end = time.monotonic() + 8  # torch's workers look for their parent every 5 s
         while left and time.monotonic() < end:
             time.sleep(0.1)
-            left = _left_behind([rank.pid for rank in ranks])
+            left = processes_of([rank.pid for rank in ranks])
         outcome.faults += [f"left running: {left}"] if left else []
     finally:
         for rank in ranks:
@@ -387,19 +394,6 @@ def _ended(rank: Any) -> bool:
     if rank.status is None and os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         return True
     return rank.status is not None
-
-
-def _left_behind(groups: list[int]) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
-            state, _, group = rest.split()[:3]
-        except (OSError, ValueError):
-            continue
-        if state != "Z" and int(group) in groups:
-            found.append(f"{path.parent.name} {name}")
-    return found
 
 
 def _judge(outcome: Outcome, kind: Kind, folder: Path, statuses: list[int | None]) -> None:

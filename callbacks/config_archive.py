@@ -7,6 +7,7 @@ import logging
 import os
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from lightning_hybrid.archive import Archive, Entry, Fingerprint, Result, fingerprint_module
 from lightning_hybrid.archive.entry import new_id, now
+from lightning_hybrid.archive.surroundings import redact
 from lightning_hybrid.callbacks.adviser import Adviser
 from lightning_hybrid.callbacks.measurement import Measurement
 from lightning_hybrid.callbacks.run_entry import (
@@ -28,6 +30,7 @@ from lightning_hybrid.callbacks.run_entry import (
 )
 from lightning_hybrid.callbacks.scaling_efficiency import count_samples, count_tokens, gather, layout_of
 from lightning_hybrid.errors import ArchiveError
+from lightning_hybrid.failure import Failure, PeerFailedError, is_consequence
 from lightning_hybrid.metrics.advice import BatchAndRate, Figures
 from lightning_hybrid.metrics.throughput import Throughput, count_once
 from lightning_hybrid.recorder import RecordedStep
@@ -36,10 +39,6 @@ from lightning_hybrid.run_facts import known_fingerprint
 __all__ = ["ConfigArchive"]
 
 _log = logging.getLogger(__name__)
-
-
-#: What gloo and NCCL say on the ranks that follow a failed one.
-BROKEN_CONNECTION = ("Connection closed by peer", "Connection reset", "Broken pipe", "remote process exited")
 
 
 class ConfigArchive(Measurement):
@@ -59,7 +58,8 @@ class ConfigArchive(Measurement):
                                           on which it happened writes, as rank 0 may be killed without hearing of it
     ====================================  ===========================================================================
 
-    A process that is killed can say nothing: its entry stays ``"running"``, and is not started from. What the entry
+    For a process that is killed, global rank 0 writes (or the next one, if it is rank 0 that is killed). If all are
+    killed at once, nobody does: such an entry stays ``"running"``, and is not started from. What the entry
     says of the step, the bubble and the scaling are the ``latest`` values of :class:`StepBreakdown`,
     :class:`BubbleRatio` and :class:`ScalingEfficiency`, where the Trainer has them. ``first_loss`` and ``last_loss``
     are those of global rank 0's batches.
@@ -120,6 +120,8 @@ class ConfigArchive(Measurement):
         entry_id = trainer.strategy.broadcast(new_id(self._fingerprint, time))
         self.entry = build_entry(trainer, self._fingerprint, entry_id, time)
         self._write(trainer)
+        if (watch := getattr(trainer.strategy, "watch", None)) is not None:
+            watch.last_wishes.append(partial(self._write_failure, trainer))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -179,20 +181,39 @@ class ConfigArchive(Measurement):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
-        status, cause = judge(exception)
-        if self.entry is None or (status == "interrupted" and not trainer.is_global_zero):
+        if self.entry is None:
             return
-        message: str | None = f"rank {trainer.global_rank}: {cause}"
-        if any(words in cause for words in BROKEN_CONNECTION):
+        watch = getattr(trainer.strategy, "watch", None)
+        if isinstance(exception, PeerFailedError):
+            failure = exception.failure
+            if trainer.global_rank not in (failure.scribe, failure.rank):
+                return
+        else:
+            status, cause = judge(exception)
+            failure = Failure(rank=trainer.global_rank, place="", action="", cause=cause, status=status)
+            if watch is not None and watch.own is not None:
+                failure = dataclasses.replace(watch.own, cause=cause)
+            elif status == "interrupted" and not trainer.is_global_zero:  # all ranks together
+                return
+        if is_consequence(exception) and watch is None:
             time.sleep(1.0)  # another rank has failed, and is about to write why; this rank is often ended meanwhile
+        lost = is_consequence(exception) and not isinstance(exception, PeerFailedError)
+        self._write_failure(trainer, failure, lost=lost)
+
+    def _write_failure(self, trainer: Trainer, failure: Failure, *, lost: bool = False) -> None:
+        """Write what ended the run. May be called by a thread, while the main one waits in vain."""
+        if self.entry is None:
+            return
         written = self._read_result()
         is_final = written is not None and written.status not in ("running", "ok")
-        if is_final and not trainer.is_global_zero and status != "oom":
+        if is_final and not trainer.is_global_zero and failure.status != "oom":
             return
+        status: Any = failure.status
+        message = redact(failure.headline)
         result = self.entry.result if trainer.is_global_zero or written is None else written
         if written is not None and written.status != "running" and (status != "oom" or written.status == "oom"):
-            status, message = written.status, written.message  # the first cause stands; what follows is its consequence
-        elif any(words in cause for words in BROKEN_CONNECTION):  # no rank has said why: one was killed
+            status, message = written.status, written.message or message  # the first cause stands
+        elif lost:  # no rank has said why: one was killed
             status, message = "interrupted", f"another rank was killed or lost; {message}"
         result = dataclasses.replace(result, status=status, message=message, num_steps=self._num_steps(trainer))
         self.entry = dataclasses.replace(self.entry, result=result)

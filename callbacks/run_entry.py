@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid.archive import (
     Batch,
@@ -19,16 +16,14 @@ from lightning_hybrid.archive import (
     detect_hardware,
     detect_software,
 )
-from lightning_hybrid.archive.entry import Status
 from lightning_hybrid.archive.record import write_history, write_timeline
 from lightning_hybrid.archive.surroundings import redact
 from lightning_hybrid.callbacks.measurement import Measurement
 from lightning_hybrid.callbacks.scaling_efficiency import layout_of
+from lightning_hybrid.failure import Status, status_of
 from lightning_hybrid.metrics.throughput import Throughput
 
 __all__ = ["build_batch", "build_entry", "estimated_memory", "judge", "latest_values", "rates"]
-
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def build_entry(trainer: Trainer, fingerprint: Fingerprint, entry_id: str, time: str) -> Entry:
@@ -151,21 +146,4 @@ def judge(exception: BaseException) -> tuple[Status, str]:
     """Return the status that an exception means, and its message without secrets."""
     text = str(exception).strip()
     message = redact(f"{type(exception).__name__}: {text}" if text else type(exception).__name__)
-    if isinstance(exception, KeyboardInterrupt | SIGTERMException):
-        return "interrupted", message
-    for cause in causes(exception):
-        if isinstance(cause, torch.OutOfMemoryError | MemoryError):
-            return "oom", message
-        if isinstance(cause, RuntimeError) and any(words in str(cause) for words in _OUT_OF_MEMORY):
-            return "oom", message
-    return "failed", message
-
-
-def causes(exception: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and those that it was raised from, or while handling."""
-    seen: set[int] = set()
-    current: BaseException | None = exception
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__
+    return status_of(exception), message

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid.errors import PipelineError
 
-__all__ = ["Failure", "PeerFailedError", "is_consequence", "status_of"]
+__all__ = ["Failure", "PeerFailedError", "Status", "is_consequence", "status_of"]
 
 Status = Literal["failed", "oom", "interrupted"]
 
@@ -42,11 +42,15 @@ class Failure:
     details: str = ""
     """The traceback, or what all ranks were doing."""
     status: Status = "failed"
+    raised: bool = False
+    """Whether it is an exception, which its own rank prints as it ends."""
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, place: str, action: str) -> Failure:
         """Return what an exception on a rank means."""
-        cause = "".join(traceback.format_exception_only(type(error), error)).strip()
+        notes = len(getattr(error, "__notes__", ()))  # they stand in the traceback
+        lines = traceback.format_exception_only(type(error), error)
+        cause = "".join(lines[: len(lines) - notes] if notes else lines).strip()
         details = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         return cls(
             rank=rank,
@@ -55,6 +59,7 @@ class Failure:
             cause=cause[:_MOST_CHARACTERS],
             details=details[-_MOST_CHARACTERS:],
             status=status_of(error),
+            raised=True,
         )
 
     @classmethod
@@ -68,9 +73,15 @@ class Failure:
 
     @property
     def headline(self) -> str:
-        """One line: rank, coordinate, action, and the first line of the cause."""
+        """Rank, coordinate, action, and the cause without its notes."""
+        place = f" ({self.place})" if self.place else ""
         doing = f", {self.action}" if self.action else ""
-        return f"rank {self.rank} ({self.place}){doing}: {self.cause.splitlines()[0] if self.cause else 'unknown'}"
+        return f"rank {self.rank}{place}{doing}: {self.cause or 'unknown'}"
+
+    @property
+    def scribe(self) -> int:
+        """The global rank that writes down what happened to a rank which cannot: the first one that is still there."""
+        return 1 if self.rank == 0 else 0
 
     def report(self) -> str:
         """Everything, for the launcher's stderr."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     ModelPruning,
     ModelSummary,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     ThroughputMonitor,
 )
@@ -20,6 +22,8 @@ from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.layout import Layout
 
 __all__ = ["adapt_callbacks"]
+
+logger = logging.getLogger(__name__)
 
 
 def adapt_callbacks(strategy: Any, module: Any) -> None:
@@ -44,6 +48,8 @@ def adapt_callbacks(strategy: Any, module: Any) -> None:
             average_shares(callback, strategy)
         elif isinstance(callback, ModelSummary):
             vars(callback)["on_fit_start"] = partial(_summarize, callback, strategy)
+        elif isinstance(callback, OnExceptionCheckpoint):
+            vars(callback)["on_exception"] = partial(_save_if_together, callback, strategy)
         elif isinstance(callback, ThroughputMonitor):
             vars(callback)["setup"] = partial(_set_up_throughput, callback, strategy.layout)
 
@@ -83,6 +89,18 @@ def _summarize(callback: ModelSummary, strategy: Any, trainer: Any, pl_module: A
             type(callback).on_fit_start(callback, trainer, pl_module)
     finally:
         pl_module.example_input_array = example
+
+
+def _save_if_together(callback: Any, strategy: Any, trainer: Any, *args: Any) -> None:
+    """All ranks save together or none does: after a signal they stop together, after an exception they do not."""
+    if strategy.watch is None or strategy.watch.own is None:
+        type(callback).on_exception(callback, trainer, *args)
+    else:
+        logger.warning(
+            "OnExceptionCheckpoint saves nothing: rank %d has failed in the middle of a step, where the others do not"
+            " save with it. The newest checkpoint of ModelCheckpoint (save_last=True) is whole.",
+            strategy.watch.rank,
+        )
 
 
 def _set_up_throughput(callback: Any, layout: Layout, *args: Any, **kwargs: Any) -> None:

@@ -33,7 +33,7 @@ from typing import Any
 
 from lightning_hybrid.failure import Failure, PeerFailedError, is_consequence
 from lightning_hybrid.sent_bytes import sent_and_received
-from lightning_hybrid.watch_hub import Hub, Wire, keep_alive
+from lightning_hybrid.watch_hub import Hub, Wire, how_it_ended, keep_alive, of_lost
 from lightning_hybrid.whereabouts import Whereabouts, frames_of, frames_of_traceback, look
 
 __all__ = ["Watch", "start_watch"]
@@ -55,9 +55,27 @@ _open: weakref.WeakSet[Watch] = weakref.WeakSet()
 class Watch:
     """One rank's connection to the hub, and the thread that looks after it."""
 
-    def __init__(self, wire: Wire, *, rank: int, place: Callable[[], str], progress: Callable[[], Any]) -> None:
-        """``place()`` says where the rank stands; ``progress()`` changes whenever a batch is done."""
-        self.rank, self._wire = rank, wire
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        rank: int,
+        place: Callable[[int], str],
+        progress: Callable[[], Any],
+        hub: Hub | None = None,
+        of_hub: tuple[int, str] = (0, ""),
+    ) -> None:
+        """Connect the thread, and start it.
+
+        Args:
+            wire: The connection to the hub.
+            rank: The global rank.
+            place: Says where a rank stands.
+            progress: Returns what changes whenever a batch is done.
+            hub: On global rank 0.
+            of_hub: Process id and name of the machine on which the hub runs.
+        """
+        self.rank, self._wire, self.hub, self._of_hub = rank, wire, hub, of_hub
         self._place, self._progress = place, progress
         self._main = threading.main_thread().ident or 0
         self._wake, self._waker = socket.socketpair()
@@ -69,9 +87,9 @@ class Watch:
         self._left = False
         self._ends_at: float | None = None
         self._seen: tuple[Any, ...] = ()
+        self._placed = ""
         self._since, self._said = time.monotonic(), False
         self._used: tuple[float, int] = (0.0, 0)
-        self.hub: Hub | None = None
         self.last_wishes: list[Callable[[Failure], None]] = []
         """Called before the process is ended from here; on global rank 0, or the next one if that is gone."""
         self.children: Callable[[], None] = lambda: None
@@ -85,20 +103,27 @@ class Watch:
     def explain(self, error: BaseException) -> BaseException:
         """Tell the others that this rank fails; return what is to be raised: the error, or what came before it."""
         where = look(frames_of_traceback(error))
-        failure = Failure.of(error, rank=self.rank, place=self._place(), action=where.action)
+        failure = Failure.of(error, rank=self.rank, place=self._place(self.rank), action=where.action)
         if isinstance(error, PeerFailedError) and error.failure.rank != self.rank:
             failure = error.failure
         follows = is_consequence(error)
         with self._lock:
             self.own = failure
             self._ends_at = time.monotonic() + LEAVING
-        self._wire.send(kind="fail", failure=failure.to_dict(), consequence=follows, place=self._place())
+        self._wire.send(kind="fail", failure=failure.to_dict(), consequence=follows, place=self._place(self.rank))
         if follows:
             with self._lock:
                 self._lock.wait_for(lambda: self.first is not None or self._left, timeout=PATIENCE)
+        elif isinstance(error, SystemExit | KeyboardInterrupt):  # Python prints nothing of these
+            with self._lock:
+                self._lock.wait_for(lambda: self.first is not None, timeout=1.0)
+            if self.first is None or self.first.rank == self.rank:
+                self.say_once(failure)
         if not follows or self.first is None or self.first.rank == self.rank:
             _add_note(error, f"On rank {self.rank} ({failure.place}): {where.action or 'outside of the loops'}")
             return error
+        if self.rank == self.first.scribe:
+            self.say_once(self.first)
         return PeerFailedError(self.first)
 
     @property
@@ -110,6 +135,8 @@ class Watch:
         """The run is over on this rank, well or not."""
         if not self._left:
             self._left = True
+            if self.hub is not None and self.own is not None:
+                self.hub.kill_silent()
             self._wire.send(kind="left")
             with contextlib.suppress(OSError):  # the thread has seen it already
                 self._waker.send(b"x")
@@ -167,8 +194,9 @@ class Watch:
 
     def _lose_hub(self) -> None:
         """The hub is a thread of global rank 0: that process is gone, or cannot be reached."""
-        cause = "its process has ended, or its machine cannot be reached"
-        self._learn(Failure(rank=0, place="the first one", action="", cause=cause))
+        pid, host = self._of_hub
+        how = how_it_ended(pid) if host == socket.gethostname() else ""
+        self._learn(of_lost(0, self._place(0), "", how))
         self._hurry(0)
         while not self._left:
             if self._ends_at is not None and time.monotonic() > self._ends_at:
@@ -181,6 +209,9 @@ class Watch:
     def _look(self) -> None:
         """Say once if the main thread stands still in a communication, and once if it goes on."""
         where, now = self._where(), time.monotonic()
+        if (place := self._place(self.rank)) != self._placed:
+            self._placed = place
+            self._wire.send(kind="place", place=place)
         seen = (where.signature, self._progress())
         if seen != self._seen:
             self._seen, self._since = seen, now
@@ -194,7 +225,9 @@ class Watch:
             if self._used[1] == -1:
                 self._used = (self._used[0], moved)
             self._said = True
-            self._wire.send(kind="waits", seconds=now - self._since, idle=idle, where=where.action, place=self._place())
+            self._wire.send(
+                kind="waits", seconds=now - self._since, idle=idle, where=where.action, place=self._place(self.rank)
+            )
 
     def sockets(self) -> list[socket.socket]:
         """Return the connections that belong to the watch alone."""
@@ -202,21 +235,23 @@ class Watch:
 
     def _report(self) -> None:
         where = self._where(with_stack=True)
-        self._wire.send(kind="report", where=where.action, stack=where.stack, place=self._place())
+        self._wire.send(kind="report", where=where.action, stack=where.stack, place=self._place(self.rank))
 
     def _end(self) -> None:
         """End this process: its main thread cannot."""
         failure = self.first or self.own
         assert failure is not None
         threading.Thread(target=_end_in, args=(5.0,), daemon=True).start()
-        scribe = 1 if failure.rank == 0 and self.rank != 0 else 0
+        scribe = 0 if self.rank == 0 else failure.scribe
         for wish in self.last_wishes if self.rank in (scribe, failure.rank) else ():
             with contextlib.suppress(Exception):
                 wish(failure)
         with contextlib.suppress(Exception):
-            if self.rank == scribe or (self.own is not None and failure.rank == self.rank):
+            if self.rank in (scribe, failure.rank):
                 self.say_once(failure)
             self.children()
+            if self.hub is not None:
+                self.hub.kill_silent()
             for worker in multiprocessing.active_children():
                 worker.kill()
             sys.stdout.flush()
@@ -227,7 +262,7 @@ class Watch:
 
     def say_once(self, failure: Failure) -> None:
         """Write the first cause to stderr, unless its own rank does so by raising it."""
-        if not self._has_said and not (failure.details.startswith("Traceback") and failure.rank != self.rank):
+        if not self._has_said and not (failure.raised and failure.rank != self.rank):
             self._has_said = True
             sys.stderr.write(failure.report())
             sys.stderr.flush()
@@ -245,14 +280,15 @@ def start_watch(strategy: Any) -> Watch | None:
     rank, hub, address = dist.get_rank(), None, None
     if rank == 0:
         timeout = strategy.settings.timeout
-        limit = None if timeout is None else max(0.9 * timeout.total_seconds(), timeout.total_seconds() - 10)
+        seconds = None if timeout is None else timeout.total_seconds()
+        limit = None if seconds is None else seconds - min(seconds / 2, 10)
         deadlock = DEADLOCK if strategy.root_device.type == "cpu" else None
         host = strategy.cluster_environment.main_address
         with _saying_why():
             everywhere = "127.0.0.1" if _is_loopback(host) else ""
             hub = Hub(everywhere, secrets.token_hex(16), num_ranks=number, limit=limit, deadlock=deadlock)
             hub.start()
-            address = (host, hub.port, hub._secret)
+            address = (host, hub.port, hub.secret, (os.getpid(), socket.gethostname()))
     address = strategy.broadcast(address)
     if address is None:
         return None
@@ -263,8 +299,15 @@ def start_watch(strategy: Any) -> Watch | None:
         wire = Wire(sock)
         wire.send(secret=address[2], rank=rank, pid=os.getpid(), host=socket.gethostname(), kind="hello")
         trainer = strategy.lightning_module.trainer
-        watch = Watch(wire, rank=rank, place=lambda: _place_of(strategy), progress=lambda: _progress_of(trainer))
-        watch.hub, watch.children = hub, getattr(strategy.launcher, "kill_all", watch.children)
+        watch = Watch(
+            wire,
+            rank=rank,
+            place=lambda rank: _place_of(strategy, rank),
+            progress=lambda: _progress_of(trainer),
+            hub=hub,
+            of_hub=address[3],
+        )
+        watch.children = getattr(strategy.launcher, "kill_all", watch.children)
     return watch
 
 
@@ -284,11 +327,11 @@ def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _place_of(strategy: Any) -> str:
+def _place_of(strategy: Any, rank: int) -> str:
     layout = strategy.choice.layout
     if layout is None:
         return "before the degrees are known"
-    at = layout.coordinate(strategy.global_rank)
+    at = layout.coordinate(rank)
     return f"data {at.data}, tensor {at.tensor}, pipeline {at.pipeline}"
 
 

@@ -20,11 +20,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_hybrid.failure import Failure
+from lightning_hybrid.failure import Failure, Status
 
-__all__ = ["MOST_BYTES", "Hub", "Wire", "keep_alive"]
+__all__ = ["LOST", "MOST_BYTES", "Hub", "Wire", "how_it_ended", "keep_alive", "of_lost"]
 
 MOST_BYTES = 1 << 20
+LOST = "the connection to it was lost: its process has ended, or its machine cannot be reached"
 #: Seconds for which a broken connection may be the consequence of something that is not known yet.
 PATIENCE = 3.0
 #: Seconds in which all ranks may send what they are doing.
@@ -102,7 +103,7 @@ class Hub(threading.Thread):
         super().__init__(name="lightning_hybrid.hub", daemon=True)
         self._listener = socket.create_server((host, 0), backlog=max(num_ranks, 16))
         self.port: int = self._listener.getsockname()[1]
-        self._secret, self._num_ranks, self._limit, self._deadlock = secret, num_ranks, limit, deadlock
+        self.secret, self._num_ranks, self._limit, self._deadlock = secret, num_ranks, limit, deadlock
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._members: list[_Member] = []
@@ -128,6 +129,19 @@ class Hub(threading.Thread):
                 self._drop(member)
             self._selector.close()
             self._listener.close()
+
+    def kill_silent(self) -> None:
+        """End ranks on this machine that did not say what they were doing: no thread of theirs runs any more."""
+        asked = None if self._stall is None else self._stall[0]
+        for member in self._members:
+            if (
+                asked is not None
+                and member.state == "here"
+                and member.spoke < asked
+                and member.host == socket.gethostname()
+            ):
+                with contextlib.suppress(OSError):
+                    os.kill(member.pid, signal.SIGKILL)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -158,7 +172,7 @@ class Hub(threading.Thread):
 
     def _welcome(self, member: _Member, message: dict[str, Any]) -> bool:
         secret, rank = message.get("secret"), message.get("rank")
-        if not isinstance(secret, str) or not hmac.compare_digest(secret, self._secret) or not isinstance(rank, int):
+        if not isinstance(secret, str) or not hmac.compare_digest(secret, self.secret) or not isinstance(rank, int):
             return False
         member.rank, member.pid, member.host = rank, int(message.get("pid", 0)), str(message.get("host", ""))
         member.state = "here"
@@ -194,8 +208,7 @@ class Hub(threading.Thread):
         self._drop(member)
         if member.state == "here":
             how = how_it_ended(member.pid) if member.host == socket.gethostname() else ""
-            cause = how or "the connection to it was lost: its process has ended, or its machine cannot be reached"
-            self._decide(Failure(rank=member.rank, place=member.place, action=member.where, cause=cause))
+            self._decide(of_lost(member.rank, member.place, member.where, how))
         if member.state != "new":
             self._is_over |= member.rank == 0
             self._tell_gone(member)
@@ -254,6 +267,13 @@ class Hub(threading.Thread):
         self._decide(
             Failure(rank=suspect.rank, place=suspect.place, action=suspect.where, cause=cause, details=details)
         )
+
+
+def of_lost(rank: int, place: str, action: str, how: str) -> Failure:
+    """Return what the end of a process means: one that is killed, or lost with its machine, has done nothing wrong."""
+    is_killed = not how or any(name in how for name in ("SIGKILL", "SIGTERM", "SIGINT", "still there"))
+    status: Status = "interrupted" if is_killed else "failed"
+    return Failure(rank=rank, place=place, action=action, cause=how or LOST, status=status)
 
 
 def how_it_ended(pid: int, seconds: float = 1.0) -> str:

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,7 +35,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-__all__ = ["RankError", "RankTimeoutError", "run_ranks"]
+__all__ = ["RankError", "RankTimeoutError", "processes_of", "run_ranks"]
 
 #: Seconds in which other ranks may still report their own failure after the first one.
 GRACE = 1.0
@@ -319,6 +319,20 @@ def become_rank(rank: int, folder: Path, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     rank_zero_only.rank = rank
     torch.set_num_threads(1)  # the parent's OpenMP threads do not survive a fork
+
+
+def processes_of(groups: Collection[int]) -> list[str]:
+    """Processes of some process groups that still run: id and name."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
+            state, _, group = rest.split()[:3]
+        except (OSError, ValueError):  # it has just ended
+            continue
+        if state != "Z" and int(group) in groups:
+            found.append(f"{path.parent.name} {name}")
+    return found
 
 
 def die_with_parent() -> None:

@@ -212,7 +212,9 @@ def test_failure_on_any_rank_is_recorded(tmp_path: Path, rank: int, error: BaseE
         start(NUM_RANKS, tmp_path, DEGREES, model=Model(error, at=(rank, 3)))
     (entry,) = entries_of(tmp_path)
     assert (entry.degrees, entry.result.status) == (LAYOUT, status)
-    assert entry.result.message == f"rank {rank}: {type(error).__name__}: {error}"
+    assert entry.result.message is not None
+    assert entry.result.message.startswith(f"rank {rank} (data {rank % 2}, tensor 0, pipeline {rank // 2}), training")
+    assert entry.result.message.endswith(f": {type(error).__name__}: {error}")
 
 
 def test_what_ran_out_of_memory_is_not_tried_again(archive: Path) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_hybrid import Hybrid3DStrategy
 from tests.distributed.equality import QUIET
 from tests.distributed.test_equality import ROWS, SGDGPT
-from tests.ranks import free_port, run_ranks
+from tests.ranks import free_port, processes_of, run_ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = [sys.executable, "-m", "tests.distributed.launched_script"]
@@ -34,6 +34,7 @@ def launch(command: list[str], **environment: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,  # its ranks are then known by their process group
     )
 
 
@@ -135,15 +136,20 @@ def test_the_strategy_has_names(whole_norm: float) -> None:
 )
 def test_a_failing_rank_ends_all(how: str, rank: str, by: str) -> None:
     begin = time.monotonic()
-    result = start([*SCRIPT, how], FAIL_ON_RANK=rank, FAIL_BY=by)
+    process = launch([*SCRIPT, how], FAIL_ON_RANK=rank, FAIL_BY=by)
+    result = end(process)
     assert result.returncode != 0
     assert time.monotonic() - begin < 60
     if by == "raise":
-        assert "the user's own mistake at step 2" in result.stderr
-        assert "while pipeline rank" in result.stderr  # where it happened
+        assert result.stderr.count("RuntimeError: the user's own mistake at step 2") == 1
+        assert f"On rank {rank} (data 0, tensor 0, pipeline {rank}): training batch 2" in result.stderr
+    elif how == "popen":
+        assert f"First cause: rank {rank} (data 0, tensor 0, pipeline {rank})" in result.stderr
+    assert "peer" not in result.stderr  # what other ranks see of it is no cause
     assert "TOOK" not in result.stdout
-    leftover = subprocess.run(["pgrep", "-f", "launched_script"], capture_output=True, text=True, check=False).stdout
-    assert not leftover.split(), "ranks are still running"
+    while processes_of([process.pid]) and time.monotonic() - begin < 60:
+        time.sleep(0.1)
+    assert not processes_of([process.pid]), "ranks are still running"
 
 
 def weights_of_one_device(rank: int, strategy: str) -> list[torch.Tensor]:

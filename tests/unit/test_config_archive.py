@@ -208,8 +208,8 @@ def test_first_cause_stands(tmp_path: Path) -> None:
     assert archive.entry is not None
     other = ConfigArchive(tmp_path)
     other.entry = archive.entry
-    rank_three = SimpleNamespace(is_global_zero=False, global_rank=3, global_step=0)
-    rank_two = SimpleNamespace(is_global_zero=False, global_rank=2, global_step=0)
+    rank_three = SimpleNamespace(is_global_zero=False, global_rank=3, global_step=0, strategy=None)
+    rank_two = SimpleNamespace(is_global_zero=False, global_rank=2, global_step=0, strategy=None)
     for rank, error in ((rank_two, RuntimeError("Connection closed by peer")), (rank_three, MemoryError())):
         report(other, rank, error)
     assert only_entry(tmp_path).result.message == "rank 3: MemoryError"  # out of memory explains the lost connection
