@@ -14,6 +14,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.data import checksum
 from lightning_hybrid.errors import HybridError, PipelineError, UnsupportedError
+from lightning_hybrid.failure import Failure, PeerFailedError
 from lightning_hybrid.gradients import GradientLedger
 from lightning_hybrid.kept_values import KeptValues
 from lightning_hybrid.log_rules import LogRules
@@ -257,8 +258,10 @@ class PipelinedStep:
         self._message = {"error": error}
         told = error
         if not isinstance(error, HybridError):
-            told = PipelineError(
-                f"The last stage failed, on rank {self._module.global_rank}: {type(error).__name__}: {error}"
+            at = self._module.trainer.strategy.coordinate
+            place = f"data {at.data}, tensor {at.tensor}, pipeline {at.pipeline}"
+            told = PeerFailedError(
+                Failure.of(error, rank=self._module.global_rank, place=place, action="behind the last block")
             )
         self._rank.channels.report({"error": told}, self._device)
 
