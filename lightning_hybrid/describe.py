@@ -49,6 +49,7 @@ def describe_run(strategy: Any, part: Any, pipeline: Any) -> dict[str, Any]:
     return {
         "data_parallel_size": layout.data_parallel_size,
         "replicate_size": layout.replicate_size,
+        "replica_sync": str(strategy.settings.replica_sync if strategy.replicas is None else strategy.replicas.options),
         "tensor_parallel_size": layout.tensor_parallel_size,
         "pipeline_parallel_size": layout.pipeline_parallel_size,
         "schedule": strategy.schedule,

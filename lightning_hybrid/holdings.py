@@ -32,15 +32,18 @@ def holdings(strategy: Any, part: Any, pipeline: Any, optimizers: list[Optimizer
     gradients = sum(_local(p).nbytes for p in parameters if p.requires_grad)
     optimizer = None if None in states else sum(state or 0 for state in states)
     offloads = strategy.settings.cpu_offload  # then fully_shard holds all parameters
+    outer = 0 if strategy.replicas is None or strategy.replicas.outer is None else strategy.replicas.outer.num_bytes
+    outer_on_host = outer if offloads or strategy.settings.replica_sync.offload else 0
+    held = 0 if offloads and optimizer is not None else optimizer
     return Memory(
         parameters=(0 if offloads else shares) + sum(_local(buffer).nbytes for buffer in module.buffers()),
         gradients=0 if offloads else gradients,
-        optimizer=0 if offloads and optimizer is not None else optimizer,
+        optimizer=None if held is None else held + outer - outer_on_host,
         gathered=gathered,
         unreduced=unreduced,
         activations=None if pipeline is None else _activations(strategy, part),
         messages=0 if pipeline is None else _messages(strategy, part),
-        host=shares + gradients + (optimizer or 0) if offloads else 0,
+        host=outer_on_host + (shares + gradients + (optimizer or 0) if offloads else 0),
     )
 
 

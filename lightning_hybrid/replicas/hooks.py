@@ -32,7 +32,7 @@ class ReplicaHooks(EvaluationHooks):
     """This rank's part of its replica; ``None`` where gradients are averaged at every step."""
     _replica_group: dist.ProcessGroup | None = None
     _clock: Clock
-    _stepped = False
+    _stepped = _told = False
 
     @override
     def _take_part(self, module: Any, part: Any) -> None:
@@ -120,6 +120,12 @@ class ReplicaHooks(EvaluationHooks):
         module: Any = self.lightning_module
         if not module.trainer.sanity_checking:
             self.close_window("validation")
+        if self.replicas is not None and module.trainer.state.fn == TrainerFn.FITTING and not self._told:
+            whose = (
+                "each replica's own, on its own samples" if self.replicas.is_open else "those common to all replicas"
+            )
+            rank_zero_info(f"lightning_hybrid: the weights that are validated are {whose}")
+            self._told = True
         self._start_even()
 
     @override

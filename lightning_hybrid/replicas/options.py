@@ -96,6 +96,13 @@ class ReplicaSync:
             f" interval and some of {', '.join(sorted(known))}."
         )
 
+    def __str__(self) -> str:
+        """What is not as it is by default, as in YAML: ``{interval: 4, method: diloco}``; or ``1``."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        texts = {name: f"[{', '.join(v)}]" if isinstance(v, tuple) else str(v) for name, v in given.items()}
+        only = texts["interval"] if len(texts) == 1 else None
+        return only or f"{{{', '.join(f'{name}: {text}' for name, text in texts.items())}}}"
+
     @property
     def is_every_step(self) -> bool:
         """Whether gradients are averaged at every step, so that replicas never differ (HSDP)."""

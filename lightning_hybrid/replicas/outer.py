@@ -32,6 +32,12 @@ class OuterWeights:
     def __getitem__(self, name: str) -> Tensor:
         return self._weights[name].detach()
 
+    @property
+    def num_bytes(self) -> int:
+        """What the weights and their momentum take, or will take after the first step."""
+        copies = 2 if self.optimizer.defaults["momentum"] else 1
+        return copies * sum(weight.nbytes for weight in self._weights.values())
+
     @torch.no_grad()
     def set(self, name: str, value: Tensor) -> None:
         """Put ``value``, this rank's share of a parameter, in the outer weight's place; its momentum stays."""

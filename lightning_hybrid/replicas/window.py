@@ -70,7 +70,8 @@ class Replicas:
             UnsupportedError: for 16-bit weights with outer weights.
         """
         self.options = options
-        self._module, self._group, self._settle, self._buffers = module, group, settle, buffers
+        self._group, self._settle, self._buffers = group, settle, buffers
+        self._parameters = dict(module.named_parameters())
         self._fragments, self._tied = fragments_of(blocks, options.num_fragments), frozenset(tied)
         self._averager = Averager(group, device, torch.bfloat16 if options.dtype else None)
         self.trained: dict[str, nn.Parameter] = {}
@@ -120,7 +121,7 @@ class Replicas:
 
     def notice_trained(self) -> None:
         """Before each step: what is trained from now on. It keeps being exchanged when it is frozen again."""
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in self._parameters.items():
             if parameter.requires_grad and name not in self.trained:
                 if self.outer is not None and parameter.element_size() < 4:
                     raise UnsupportedError(

@@ -55,6 +55,12 @@ def test_from_yaml(given: str, meant: ReplicaSync, tmp_path: Any) -> None:
     assert strategy.settings.replica_sync == meant
 
 
+def test_options_are_told_as_they_would_be_given() -> None:
+    assert str(ReplicaSync(interval=4)) == "4"
+    given = ReplicaSync(interval=8, method="diloco", close_before=["end"])
+    assert str(given) == "{interval: 8, method: diloco, close_before: [end]}"
+
+
 @pytest.mark.parametrize(
     ("step", "exchange", "interval", "method"),
     [
