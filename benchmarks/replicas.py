@@ -116,24 +116,26 @@ def plot(curves: Path, out: Path) -> None:
 class SlowWork:
     """A collective that is not done before its time."""
 
-    def __init__(self, work: Any, due: float) -> None:
-        self.work, self.due = work, due
+    def __init__(self, work: Any, due: float, counts: dict[str, float]) -> None:
+        self.work, self.due, self.counts = work, due, counts
 
     def wait(self) -> None:
         self.work.wait()
-        time.sleep(max(0.0, self.due - time.perf_counter()))
+        missing = max(0.0, self.due - time.perf_counter())
+        self.counts["waited"] += missing
+        time.sleep(missing)
 
 
-def slow_down(ranks: list[int], latency: float, bandwidth: float, sent: dict[str, int]) -> None:
-    """Delay all-reduces whose group is ``ranks``; ``bandwidth`` in bytes per second; ``sent`` counts bytes."""
+def slow_down(ranks: list[int], latency: float, bandwidth: float, counts: dict[str, float]) -> None:
+    """Delay all-reduces whose group is ``ranks``; ``bandwidth`` in bytes per second; counts bytes, and seconds waited."""
     right = dist.all_reduce
 
     def all_reduce(tensor: Any, *args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
         if group is None or dist.get_process_group_ranks(group) != ranks:
             return right(tensor, *args, group=group, async_op=async_op, **kwargs)
-        sent["bytes"] += tensor.nbytes
+        counts["bytes"] += tensor.nbytes
         due = time.perf_counter() + latency + tensor.nbytes / bandwidth
-        work = SlowWork(right(tensor, *args, group=group, async_op=True, **kwargs), due)
+        work = SlowWork(right(tensor, *args, group=group, async_op=True, **kwargs), due, counts)
         if async_op:
             return work
         work.wait()
@@ -150,29 +152,29 @@ class StepTimes(L.Callback):
         self.ends.append(time.perf_counter())
 
 
-def step_times(rank: int, sync: Any, num_steps: int, latency: float, bandwidth: float) -> tuple[float, float]:
-    """Seconds and bytes on the replicate axis per step: 2 replicas of 2 shards, after 32 steps of warm-up."""
+def step_times(rank: int, sync: Any, num_steps: int, latency: float, bandwidth: float) -> tuple[float, float, float]:
+    """Per step, after 32: seconds, those of them spent waiting for the slow axis, and bytes. 2 replicas of 2 shards."""
     L.seed_everything(0, verbose=False)
     sizes = {"data_parallel_size": 4, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "replicate_size": 2}
-    times, sent = StepTimes(), {"bytes": 0}
+    times, counts = StepTimes(), {"bytes": 0.0, "waited": 0.0}
     trainer = L.Trainer(
         devices=4,
         strategy=Hybrid3DStrategy(**sizes, replica_sync=sync, archive=None),
         max_steps=32 + num_steps,
         limit_val_batches=0,
-        callbacks=[times, SlowFrom(32, rank, latency, bandwidth, sent)],
+        callbacks=[times, SlowFrom(32, latency, bandwidth, counts)],
         **QUIET,
     )
     windows = torch.randint(0, 256, (4096, CONTEXT_LENGTH + 1))
     trainer.fit(LitGPT(context_length=CONTEXT_LENGTH), DataLoader(windows, batch_size=2))  # type: ignore[arg-type]
-    return (times.ends[-1] - times.ends[31]) / num_steps, sent["bytes"] / num_steps
+    return (times.ends[-1] - times.ends[31]) / num_steps, counts["waited"] / num_steps, counts["bytes"] / num_steps
 
 
 class SlowFrom(L.Callback):
     """Slows the axis down after so many steps, when every kind of step has been seen."""
 
-    def __init__(self, step: int, rank: int, latency: float, bandwidth: float, sent: dict[str, int]) -> None:
-        self.step, self.rest = step, (latency, bandwidth, sent)
+    def __init__(self, step: int, latency: float, bandwidth: float, counts: dict[str, float]) -> None:
+        self.step, self.rest = step, (latency, bandwidth, counts)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self.step:
@@ -182,7 +184,6 @@ class SlowFrom(L.Callback):
 
 WAYS: dict[str, Any] = {
     "HSDP": 1,
-    "H = 1, DiLoCo": {"interval": 1, "method": "diloco", **OPEN},
     "H = 2": {"interval": 2, **OPEN},
     "H = 4": {"interval": 4, **OPEN},
     "H = 8": {"interval": 8, **OPEN},
@@ -199,20 +200,19 @@ WAYS: dict[str, Any] = {
 
 
 def link(rounds: int, num_steps: int, latency: float, bandwidth: float) -> None:
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in WAYS}
     for _ in range(rounds):
         for name, sync in WAYS.items():
             ranks = run_ranks(4, step_times, sync, num_steps, latency, bandwidth, timeout=600)
-            found[name].append((statistics.fmean(s for s, _ in ranks), ranks[0][1]))
-            print(name, f"{1e3 * found[name][-1][0]:.1f} ms", f"{found[name][-1][1]:.0f} bytes", flush=True)
-    base = statistics.median(seconds for seconds, _ in found["HSDP"])
-    print(
-        f"\n| | ms a step (median of {rounds}) | HSDP / it | bytes a step and rank | of HSDP's |\n|---|---|---|---|---|"
-    )
+            seconds, waited = (statistics.fmean(rank[i] for rank in ranks) for i in (0, 1))
+            found[name].append((seconds, waited, ranks[0][2]))
+            print(name, f"{1e3 * seconds:.0f} ms, {1e3 * waited:.0f} of them waiting", flush=True)
+    print(f"\n| | ms a step (median of {rounds}) | of them waiting for the link | bytes a step and rank | of HSDP's |")
+    print("|---|---|---|---|---|")
     for name, runs in found.items():
-        seconds, num_bytes = statistics.median(s for s, _ in runs), runs[0][1]
-        share = num_bytes / found["HSDP"][0][1]
-        print(f"| {name} | {1e3 * seconds:.0f} | {base / seconds:.2f} | {num_bytes:,.0f} | {share:.4f} |")
+        seconds, waited, num_bytes = (statistics.median(run[i] for run in runs) for i in range(3))
+        share = num_bytes / found["HSDP"][0][2]
+        print(f"| {name} | {1e3 * seconds:.0f} | {1e3 * waited:.0f} | {num_bytes:,.0f} | {share:.4f} |")
 
 
 def main() -> None:
@@ -228,8 +228,8 @@ def main() -> None:
     slow = commands.add_parser("link")
     slow.add_argument("--rounds", type=int, default=3)
     slow.add_argument("--steps", type=int, default=64)
-    slow.add_argument("--latency", type=float, default=0.02, help="seconds")
-    slow.add_argument("--bandwidth", type=float, default=10e6, help="bytes per second")
+    slow.add_argument("--latency", type=float, default=0.05, help="seconds")
+    slow.add_argument("--bandwidth", type=float, default=2e6, help="bytes per second")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     assert split_text(read_text())  # read once, before processes are forked

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -198,6 +201,26 @@ def test_auto_takes_what_the_first_exchange_shows() -> None:
     (mine, weights), (other, other_weights) = run_ranks(2, run)
     assert mine == other and mine.method == "diloco" and mine.interval > 32
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights if name not in ("mean", "count"))
+
+
+class Signal(L.Callback):
+    """Replica 1 gets a signal in the sixth step."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_ends_all_replicas_after_the_next_exchange() -> None:
+    def run(rank: int) -> int:
+        stops: list[Any] = []
+        with pytest.raises(SIGTERMException):
+            train(
+                LitReplica, {}, 4, callbacks=[Signal(), LambdaCallback(on_exception=lambda *args: stops.append(args))]
+            )
+        return int(stops[0][0].global_step)
+
+    assert run_ranks(2, run) == [8, 8]
 
 
 class LitOwn(LitReplica):
