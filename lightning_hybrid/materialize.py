@@ -38,9 +38,10 @@ from lightning_hybrid.pipeline.hollow import memory_of
 from lightning_hybrid.pipeline.probe import written_tensors
 from lightning_hybrid.randomness import derive_seed, random_state, restore_random_state
 
-__all__ = ["MetaWeights", "check_same_meta", "on_meta", "to_meta"]
+__all__ = ["MetaWeights", "check_same_meta", "on_meta", "to_meta", "values_to_try_with"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+_OFFSETS = 256
 _REMEDY = 'or build it outside of torch.device("meta").'
 
 
@@ -71,6 +72,30 @@ def check_same_meta(module: nn.Module) -> None:
                 f"{name} is on the meta device on rank {on} and has values on rank {off}. Build the model alike on all"
                 " ranks: on the meta device, or for real (all ranks then get the values of rank 0)."
             )
+
+
+@contextmanager
+def values_to_try_with(module: nn.Module) -> Iterator[None]:
+    """Let parameters that wait for their values have random ones, the same on all ranks, while a step is tried.
+
+    With zeros, a step that is split wrongly may give what the right one gives, and kernels refuse their strides. All
+    have parts of one piece of memory, as large as the largest.
+    """
+    waiting = [p for p in module.parameters() if p.numel() > 1 and not p.is_meta and not any(p.stride())]
+    generator, memory, before = torch.Generator().manual_seed(0), dict[torch.dtype, Tensor](), []
+    for dtype in sorted({p.dtype for p in waiting if p.is_floating_point()}, key=str):
+        size = max(p.numel() for p in waiting if p.dtype == dtype) + 16 * _OFFSETS
+        memory[dtype] = (torch.randn(size, generator=generator) * 0.02).to(dtype)
+    try:
+        for index, parameter in enumerate(p for p in waiting if p.dtype in memory):
+            start = 16 * (37 * index % _OFFSETS)  # others for each, and aligned as kernels want it
+            values = memory[parameter.dtype][start : start + parameter.numel()].view(parameter.shape)
+            before.append((parameter, parameter.data))
+            parameter.data = (values + 1 if parameter.ndim == 1 else values).to(parameter.device)
+        yield
+    finally:
+        for parameter, data in before:
+            parameter.data = data
 
 
 class MetaWeights:

@@ -22,7 +22,7 @@ from lightning_hybrid.checkpoint.consolidate import StateKeys
 from lightning_hybrid.checkpoint.pretrained import check_same_origins, load_origins, origins, refuse_unread, wait_on
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
-from lightning_hybrid.materialize import MetaWeights, check_same_meta, on_meta, to_meta
+from lightning_hybrid.materialize import MetaWeights, check_same_meta, on_meta, to_meta, values_to_try_with
 from lightning_hybrid.mesh import axis_group, data_mesh
 from lightning_hybrid.own_parallel import check_own, is_parallel, synchronise_own
 from lightning_hybrid.per_block import apply_per_block
@@ -254,7 +254,8 @@ def _plan_split(
         names = []  # single layers, in an nn.Sequential: what belongs together lies in several of them
     tried = names or [name for name, child in module.named_children() if any(True for _ in child.parameters())]
     kinds = {name: kind_of(module.get_submodule(name)) for name in tried}
-    recorded, is_compiled = first_step.record(tried), settings.compile is not False
+    with values_to_try_with(module):
+        recorded, is_compiled = first_step.record(tried), settings.compile is not False
     alike, calls = told_apart(module, kinds, recorded, {name: plan.within(name).signature for name in tried})
     plan = check_plan(module, axis, plan, calls if names else {}, is_compiled=is_compiled)
     plan = infer_plan(module, axis, plan, calls, alike, is_compiled=is_compiled)
@@ -266,7 +267,8 @@ def _plan_split(
         )
     if tried and not recorded:  # nobody is there to try with: estimate.py
         return plan
-    check_outside(module, axis, plan, names, alike if names else {}, first_step.run)
+    with values_to_try_with(module):
+        check_outside(module, axis, plan, names, alike if names else {}, first_step.run)
     if settings.sequence_parallel:
         plan = infer_sequence(module, axis, plan, calls if names else {}, alike)
     return plan

@@ -55,8 +55,9 @@ class HostCopies:
         self._kept: dict[Any, Tensor] = {}
         self._late: list[_Late] = []
         self._ready: dict[torch.device, Any] = {}
-        self._finished = threading.Event()
-        self._finished.set()
+        self._finished: threading.Event | None = (
+            None  # not before there is a checkpoint: it cannot be sent to processes
+        )
         self._hook: Any = None
         self._around_wait: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -85,7 +86,7 @@ class HostCopies:
                 module = torch.get_device_module(device)
                 self._ready[device] = module.current_stream(device).record_event()
                 module.synchronize(device)
-        self._finished.clear()
+        self._finished = threading.Event()
         if self._late:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
         return copied
@@ -106,7 +107,8 @@ class HostCopies:
                 changed = [late.key for late in self._late if not _equal(_looks(late.piece, late.source), late.before)]
         finally:
             self._memory, self._kept, self._late, self._ready = self._kept, {}, [], {}
-            self._finished.set()
+            if self._finished is not None:
+                self._finished.set()
         if changed:
             raise CheckpointError(
                 f"{changed[0]}, and {len(changed) - 1} other states of optimizers, were changed in place while they"
@@ -132,7 +134,7 @@ class HostCopies:
 
         Only torch's own are known to call it before they change anything.
         """
-        if self._finished.is_set():
+        if self._finished is None or self._finished.is_set():
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None or not type(optimizer).step.__module__.startswith("torch.optim."):
@@ -147,7 +149,7 @@ class HostCopies:
         return (args[0], closure_then_wait, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _wait(self) -> None:
-        if not self._finished.is_set():
+        if self._finished is not None and not self._finished.is_set():
             with self._around_wait():
                 self._finished.wait()
 

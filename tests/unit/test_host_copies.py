@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -125,3 +126,7 @@ def test_hooks_may_replace_a_state_but_not_change_it(change: str) -> None:
         with pytest.raises(CheckpointError, match=r"weight\.exp_avg, and 0 other"):
             copies.finish()
     copies.release()
+
+
+def test_before_the_first_checkpoint_it_can_be_sent_to_processes() -> None:
+    assert isinstance(pickle.loads(pickle.dumps(HostCopies())), HostCopies)

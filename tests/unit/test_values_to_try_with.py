@@ -1,0 +1,32 @@
+"""Weights without values get some while a step is tried, and are then as before."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_hybrid.materialize import values_to_try_with
+from lightning_hybrid.pipeline.holes import placeholder
+
+
+def test_values_are_lent() -> None:
+    module = nn.Sequential(
+        nn.Linear(64, 64), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 512, dtype=torch.bfloat16)
+    )
+    kept = module[1].bias.detach().clone()
+    for part in (module[0], module[2], module[3]):
+        for name, parameter in part.named_parameters():
+            setattr(part, name, nn.Parameter(placeholder(parameter)))
+    parameters = list(module.parameters())
+    with values_to_try_with(module):
+        one = [p.detach().clone() for p in module.parameters()]
+        assert all(p.is_contiguous() and p.detach().float().std() > 0.01 for p in parameters)
+        assert len({p.untyped_storage().data_ptr() for p in parameters if p.ndim == 2}) == 3, "one piece for each dtype"
+        assert not torch.equal(module[0].weight, module[1].weight)
+        assert module[2].weight.mean() > 0.9
+    assert all(p is q for p, q in zip(parameters, module.parameters(), strict=True))
+    assert torch.equal(module[1].bias, kept)
+    assert not any(module[0].weight.stride())
+    assert not module[3].weight.any()
+    with values_to_try_with(module):
+        assert all(torch.equal(p, q) for p, q in zip(one, module.parameters(), strict=True)), "the same on all ranks"
