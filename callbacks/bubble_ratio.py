@@ -8,11 +8,12 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_hybrid.callbacks.loggers import log_picture
+from lightning_hybrid.callbacks.loggers import show
 from lightning_hybrid.callbacks.measurement import Measurement, has_marks
 from lightning_hybrid.metrics.bubble import Bubble, measure_bubble
 from lightning_hybrid.pipeline.timeline import COMPUTE, Timeline, ideal_of, table_of
 from lightning_hybrid.recorder import RecordedStep, gather_timelines
+from lightning_hybrid.report import timeline_page
 
 __all__ = ["BubbleRatio"]
 
@@ -38,7 +39,8 @@ class BubbleRatio(Measurement):
     ==========================  ==============================================================================
 
     A picture of one measured step above its ideal is written as ``timeline.png`` below the log directory at the first
-    measurement and anew at the end of training, and sent to W&B and TensorBoard loggers as ``bubble/timeline``.
+    measurement and anew at the end of training, and shown as ``bubble/timeline`` in W&B, TensorBoard and MLflow; W&B
+    also has it with hover, as ``bubble/timeline_chart``.
 
     With ``pipeline_parallel_size=1`` there is no pipeline to stand idle: measured and ideal are logged as 0, and there
     is no picture.
@@ -65,7 +67,6 @@ class BubbleRatio(Measurement):
         self.picture = picture
         self.picture_path: Path | None = None
         """Where the picture lies, on global rank 0."""
-        self._folder = Path()
         self.timeline: Timeline | None = None
         """The marks of rank 0's pipeline in the latest measured step, on global rank 0; ``None`` before that."""
         self._timeline_step = 0
@@ -104,17 +105,15 @@ class BubbleRatio(Measurement):
         assert self.timeline is not None
         strategy: Any = trainer.strategy
         title = f"{strategy.schedule}, {strategy.layout}, step {self._timeline_step}"
-        figure = draw_timeline(self.timeline, ideal_of(self.timeline), title=title)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self.picture_path = self._folder / "timeline.png"
-        figure.savefig(self.picture_path)
-        log_picture(trainer.loggers, "bubble/timeline", self.picture_path, figure, trainer.global_step)
+        ideal = ideal_of(self.timeline)
+        figure, page = draw_timeline(self.timeline, ideal, title=title), timeline_page(title, self.timeline, ideal)
+        folder = self._folder or Path(trainer.default_root_dir)
+        self.picture_path = show(trainer.loggers, folder, "bubble/timeline", figure, page, trainer.global_step)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self.timeline = None
-        self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # a collective: not on rank 0 alone
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

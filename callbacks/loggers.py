@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 
-__all__ = ["log_chart", "log_picture", "log_values"]
+__all__ = ["log_values", "show"]
 
 _log = logging.getLogger(__name__)
 
@@ -57,18 +57,27 @@ def _prefix(logger: WandbLogger) -> str:
     return f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
 
 
-def log_picture(loggers: Iterable[Logger], key: str, path: Path, figure: Any, step: int) -> None:
-    """Show a picture in the loggers that can: W&B, TensorBoard, MLflow; others have the file. On global rank 0.
+def show(loggers: Iterable[Logger], folder: Path, key: str, figure: Any, page: str, step: int) -> Path:
+    """Write a picture below ``folder`` and show it in the loggers that can; returns its path. On global rank 0.
+
+    W&B gets the picture as ``key`` and, as ``key_chart``, a page with hover; TensorBoard the picture; MLflow both as
+    files. Other loggers have the file in their folder.
 
     Args:
         loggers: the Trainer's.
-        key: such as ``"bubble/timeline"``.
-        path: where the picture lies.
-        figure: the same as matplotlib's figure.
+        folder: is made if need be.
+        key: such as ``"bubble/timeline"``, of which the file has the last part as its name.
+        figure: matplotlib's.
+        page: the same as HTML that needs nothing else.
         step: the Trainer's step.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{key.rpartition('/')[2]}.png"
+    figure.savefig(path)
     for logger in loggers:
         _try(logger, key, _show_picture, key, path, figure, step)
+        _try(logger, key, _show_chart, f"{key}_chart", page, step)
+    return path
 
 
 def _show_picture(logger: Any, key: str, path: Path, figure: Any, step: int) -> None:
@@ -79,12 +88,6 @@ def _show_picture(logger: Any, key: str, path: Path, figure: Any, step: int) -> 
         experiment.add_figure(key, figure, global_step=step, close=False)
     elif hasattr(experiment, "log_artifact") and hasattr(logger, "run_id"):  # MLflow
         experiment.log_artifact(logger.run_id, str(path), key.rpartition("/")[0])
-
-
-def log_chart(loggers: Iterable[Logger], key: str, html: str, step: int) -> None:
-    """Show an interactive chart, a page that needs nothing else, in W&B; MLflow has the file. On global rank 0."""
-    for logger in loggers:
-        _try(logger, key, _show_chart, key, html, step)
 
 
 def _show_chart(logger: Any, key: str, html: str, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -49,6 +50,7 @@ class Measurement(Callback):
         """The values that were logged last."""
         self.history = History()
         """Values of the run, for pictures and the archive; at most 65 steps, evenly spaced."""
+        self._folder: Path | None = None
         self._first_step = 0
         self._measured = 0
 
@@ -87,6 +89,8 @@ class Measurement(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = self._measured = trainer.global_step
         self.history = History()
+        # A collective, so not on rank 0 alone; without loggers there is nobody to show anything to.
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir) if trainer.loggers else None
         self.recorder(trainer).begin(trainer)
 
     @override

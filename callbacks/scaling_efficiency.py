@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +17,17 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_hybrid.archive import Archive, Entry, Fingerprint, detect_hardware, find_baseline
+from lightning_hybrid.callbacks.loggers import show
 from lightning_hybrid.callbacks.measurement import Measurement
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.metrics.scaling import Reference, Scaling, compare
 from lightning_hybrid.metrics.throughput import Throughput, count_once
 from lightning_hybrid.recorder import RecordedStep
-from lightning_hybrid.report.groups import reference_of
+from lightning_hybrid.report import chart_page
+from lightning_hybrid.report.archive import points_of
+from lightning_hybrid.report.charts import Point, devices_chart
+from lightning_hybrid.report.groups import group_around, reference_of
 from lightning_hybrid.run_facts import known_fingerprint
 
 __all__ = ["ScalingEfficiency"]
@@ -56,6 +62,10 @@ class ScalingEfficiency(Measurement):
     nor by data rank, nor in all) there are no ``scaling/*`` values but a warning with the reasons; whether it was weak
     or strong scaling is said once in the log and kept in :attr:`scaling`.
 
+    With a baseline of an archive, this run is drawn at the end of training among those that compare, beside the line of
+    ideal scaling: ``devices.png`` in the loggers' folder, ``scaling/devices`` in W&B (with hover as
+    ``scaling/devices_chart``), TensorBoard and MLflow.
+
     Args:
         baseline: samples per second on one device; or the fields of a
             :class:`~lightning_hybrid.metrics.scaling.Reference` (``dict(num_devices=1, tokens_per_second=30.0,
@@ -84,6 +94,7 @@ class ScalingEfficiency(Measurement):
         if isinstance(tokens, str) and tokens != "auto":
             raise ConfigurationError(f'tokens={tokens!r} must be "auto", a number for each sample, or a function.')
         self.baseline = baseline
+        self._url = baseline if isinstance(baseline, (str, os.PathLike)) else None
         self.tokens = tokens
         self.throughput: Throughput | None = None
         """All that was counted so far in this run."""
@@ -129,6 +140,28 @@ class ScalingEfficiency(Measurement):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._measure(trainer)
         super().on_train_end(trainer, pl_module)
+        if trainer.is_global_zero and self._folder is not None and isinstance(self.baseline, Entry):
+            self._draw(trainer, self._folder, self.baseline)
+
+    def _draw(self, trainer: Trainer, folder: Path, baseline: Entry) -> None:
+        """Show this run among those of the archive that compare with the baseline."""
+        from lightning_hybrid.report.figures import draw_devices
+
+        if self.throughput is None or self.scaling is None or self.scaling.efficiency is None:
+            return
+        group = group_around(baseline, [] if self._url is None else Archive(self._url).list())
+        points, first, _ = points_of(group)
+        rate = self.throughput.tokens_per_second if group.by_tokens else self.throughput.samples_per_second
+        if not rate:
+            return
+        tip = f"this run, {layout_of(trainer)}\n{rate:,.4g} {group.unit}"
+        points.append(Point(num_devices=layout_of(trainer).world_size, value=rate, kind="this run", tip=tip))
+        title = f"Throughput against devices, {baseline.model.model_class} on {baseline.hardware.kind}"
+        points = [dataclasses.replace(point, link=None) for point in points]  # there is nothing to lead to
+        first = dataclasses.replace(first, link=None)
+        figure, chart = draw_devices(points, first, group.unit, title=title), devices_chart(points, first, group.unit)
+        if figure is not None and chart is not None:
+            show(trainer.loggers, folder, "scaling/devices", figure, chart_page(title, chart), trainer.global_step)
 
     def _measure(self, trainer: Trainer) -> None:
         """Add up what all ranks counted since the last time, and log it. A collective over the world."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_hybrid.callbacks.adviser import Adviser
+from lightning_hybrid.callbacks.loggers import show
 from lightning_hybrid.callbacks.measurement import Measurement, has_marks
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
@@ -25,6 +27,8 @@ from lightning_hybrid.metrics.breakdown import (
 )
 from lightning_hybrid.pipeline.timeline import Timeline
 from lightning_hybrid.recorder import RecordedStep, gather_timelines
+from lightning_hybrid.report import chart_page
+from lightning_hybrid.report.charts import area_chart
 from lightning_hybrid.sampling import StepSample
 
 __all__ = ["StepBreakdown"]
@@ -59,6 +63,9 @@ class StepBreakdown(Measurement):
     ``step_worst/PART_s``          most seconds of any rank (compute, communication, bubble, data_wait)
     ``step_worst/PART_rank``       that rank
     =============================  =====================================================================
+
+    At the end of training their course over the run is drawn as ``breakdown.png`` in the loggers' folder, and shown as
+    ``step/breakdown`` in W&B (with hover as ``step/breakdown_chart``), TensorBoard and MLflow.
 
     The times are the mean over the latest ordinary steps (at most 8), taken from marks that the strategy makes at every
     step. What marks cannot see, collectives inside of an action, is measured on one step under torch's profiler, as a
@@ -174,6 +181,16 @@ class StepBreakdown(Measurement):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._cancel()
         super().on_train_end(trainer, pl_module)
+        if trainer.is_global_zero and self._folder is not None:
+            self._draw(trainer, self._folder)
+
+    def _draw(self, trainer: Trainer, folder: Path) -> None:
+        from lightning_hybrid.report.figures import draw_breakdown
+
+        title = "Where a step goes"
+        figure, chart = draw_breakdown(self.history.rows, title=title), area_chart(self.history.rows)
+        if figure is not None and chart is not None:
+            show(trainer.loggers, folder, "step/breakdown", figure, chart_page(title, chart), trainer.global_step)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -14,7 +14,7 @@ from lightning_hybrid.report.numbers import NONE, count, memory, number, seconds
 from lightning_hybrid.report.parts import communication_of, css_class, label_of, parts_of
 from lightning_hybrid.report.run import degrees_text, heading, run_sections, status_pill
 
-__all__ = ["archive_sections", "num_shown_whole"]
+__all__ = ["archive_sections", "num_shown_whole", "points_of"]
 
 #: Runs, the newest, that a page shows whole; of the others it has the row in the table.
 num_shown_whole = 24
@@ -137,17 +137,8 @@ def _group(group: Group) -> Html:
     model, hardware = group.baseline.model, group.baseline.hardware
     title = f"{model.model_class} {count(model.num_parameters)} on {hardware.kind}, {group.baseline.settings.precision}"
     found: list[Any] = [tag("h2", title)]
-    unit = "tokens/s" if group.by_tokens else "samples/s"
-    points, left_out = _points(group, unit)
-    base = group.baseline
-    baseline = Point(
-        num_devices=base.hardware.num_devices,
-        value=group.rate(base),
-        kind="baseline",
-        tip=f"baseline, {degrees_text(base)}\n{number(group.rate(base))} {unit}",
-        link=f"#run-{base.id}",
-    )
-    chart = devices_chart(points, baseline, unit)
+    points, baseline, left_out = points_of(group)
+    chart = devices_chart(points, baseline, group.unit)
     if chart is None:
         devices = sorted({run.hardware.num_devices for run in group.runs})
         found.append(
@@ -168,9 +159,18 @@ def _group(group: Group) -> Html:
     return tag("section", found)
 
 
-def _points(group: Group, unit: str) -> tuple[list[Point], list[tuple[str, str]]]:
-    """Return the runs that compare with the group's baseline, and (id, why not) of the others."""
-    points, left_out = [], []
+def points_of(group: Group) -> tuple[list[Point], Point, list[tuple[str, str]]]:
+    """Return the runs that compare with the group's baseline, the baseline, and (id, why not) of the others."""
+    unit, base = group.unit, group.baseline
+    baseline = Point(
+        num_devices=base.hardware.num_devices,
+        value=group.rate(base),
+        kind="baseline",
+        tip=f"baseline, {degrees_text(base)}\n{number(group.rate(base))} {unit}",
+        link=f"#run-{base.id}",
+    )
+    points: list[Point] = []
+    left_out: list[tuple[str, str]] = []
     for run in group.runs:
         scaling = group.scalings.get(run.id)
         if scaling is None:
@@ -190,7 +190,7 @@ def _points(group: Group, unit: str) -> tuple[list[Point], list[tuple[str, str]]
                 link=f"#run-{run.id}",
             )
         )
-    return points, left_out
+    return points, baseline, left_out
 
 
 def _compositions(group: Group) -> Html | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lightning_hybrid.archive import Entry
 from lightning_hybrid.metrics.scaling import Reference, Scaling, compare
 
-__all__ = ["Group", "group_runs", "reference_of"]
+__all__ = ["Group", "group_around", "group_runs", "reference_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,11 @@ class Group:
         """Whether all of them count tokens, which then are compared instead of samples."""
         return all(run.result.tokens_per_second for run in self.runs)
 
+    @property
+    def unit(self) -> str:
+        """What the throughput counts."""
+        return "tokens/s" if self.by_tokens else "samples/s"
+
     def rate(self, run: Entry) -> float:
         """Return a run's tokens per second, or samples per second."""
         return (run.result.tokens_per_second if self.by_tokens else run.result.samples_per_second) or 0.0
@@ -37,10 +42,21 @@ def group_runs(entries: Iterable[Entry]) -> list[Group]:
     found: dict[tuple[str, str, str, str], list[Entry]] = {}
     for entry in entries:
         if entry.result.is_good and entry.model.num_parameters > 0:
-            key = (entry.model.hash, entry.hardware.device, entry.hardware.kind, entry.settings.precision)
-            found.setdefault(key, []).append(entry)
+            found.setdefault(_key(entry), []).append(entry)
     groups = [_group(runs) for runs in found.values()]
     return sorted(groups, key=lambda group: -len(group.runs))
+
+
+def group_around(baseline: Entry, entries: Iterable[Entry]) -> Group:
+    """Return the group of a given baseline, with the runs among ``entries`` of its model, device and precision."""
+    found = {
+        entry.id: entry for entry in (*entries, baseline) if entry.result.is_good and _key(entry) == _key(baseline)
+    }
+    return _compared(list(found.values()), baseline)
+
+
+def _key(entry: Entry) -> tuple[str, str, str, str]:
+    return entry.model.hash, entry.hardware.device, entry.hardware.kind, entry.settings.precision
 
 
 def _group(runs: Sequence[Entry]) -> Group:
@@ -53,9 +69,12 @@ def _group(runs: Sequence[Entry]) -> Group:
 
     # Many runs may have one batch; each batch needs to be tried once only.
     batches = {run.batch.global_size: run for run in sorted(candidates, key=lambda r: r.result.samples_per_second or 0)}
-    baseline = max(batches.values(), key=worth)
+    return _compared(runs, max(batches.values(), key=worth))
+
+
+def _compared(runs: Sequence[Entry], baseline: Entry) -> Group:
     order = sorted(runs, key=lambda run: (run.hardware.num_devices, -(run.result.samples_per_second or 0.0), run.id))
-    scalings = {run.id: compare(reference_of(run), reference_of(baseline)) for run in order if run is not baseline}
+    scalings = {run.id: compare(reference_of(run), reference_of(baseline)) for run in order if run.id != baseline.id}
     return Group(runs=tuple(order), baseline=baseline, scalings=scalings)
 
 

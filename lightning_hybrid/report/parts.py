@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lightning_hybrid.metrics.breakdown import COMMUNICATION, PARTS
 
-__all__ = ["LABELS", "communication_of", "css_class", "label_of", "parts_of"]
+__all__ = ["COLOURS", "LABELS", "communication_of", "css_class", "label_of", "parts_of"]
 
 LABELS = {
     "compute": "compute",
@@ -20,6 +20,20 @@ LABELS = {
     "data_wait": "waiting for data",
     "bubble": "bubble (idle)",
     "other": "other",
+}
+#: The colours that ``report.css`` gives the parts on white paper.
+COLOURS = {
+    "compute": "#2f6fb5",
+    "optimizer": "#7d5ba6",
+    "communication_tensor": "#c8502a",
+    "communication_data_shard": "#e8883a",
+    "communication_data_replicate": "#f2b866",
+    "communication_pipeline": "#d9a514",
+    "communication_world": "#a8643c",
+    "communication_unknown": "#8a4a5e",
+    "data_wait": "#3f9fb0",
+    "bubble": "#e4e6ea",
+    "other": "#b3bac6",
 }
 
 

@@ -169,7 +169,11 @@ def test_csv_and_one_wandb_run_hold_the_values(run_ranks: Ranks, tmp_path: Path)
         assert value in [row[key] for row in run["history"] if key in row], key
     steps = {row["trainer/global_step"] for row in run["history"] if "step/time_s" in row}
     assert steps == {4, 5, 10}  # the second step after two of warm-up, then every fifth
-    assert logged["bubble/timeline._type"] == "images/separated"
+    for key, start in (("bubble/timeline", "idle (bubble)"), ("step/breakdown", "communication, data (shards)")):
+        assert logged[f"{key}._type"] == "images/separated"
+        assert logged[f"{key}_chart._type"] == "html-file"
+        page = runs[0] / "files" / logged[f"{key}_chart.path"]
+        assert start in page.read_text()
     assert (tmp_path / "csv" / "version_0" / "timeline.png").stat().st_size > 10_000
     for key in keys - {"train_loss"}:  # each key of ours has the Trainer's step as its axis ...
         assert run["metrics"][key].step_metric == "trainer/global_step", key
