@@ -127,7 +127,7 @@ class SlowWork:
 
 
 def slow_down(ranks: list[int], latency: float, bandwidth: float, counts: dict[str, float]) -> None:
-    """Delay all-reduces whose group is ``ranks``; ``bandwidth`` in bytes per second; counts bytes, and seconds waited."""
+    """Delay all-reduces whose group is ``ranks``; ``bandwidth`` in bytes per second. Count bytes and seconds waited."""
     right = dist.all_reduce
 
     def all_reduce(tensor: Any, *args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, gcd, log2
 
 from lightning_hybrid.planner.collectives import Group, ring
 from lightning_hybrid.planner.constants import FITTED, Constants
 from lightning_hybrid.planner.search import Planning
+from lightning_hybrid.planner.step import estimate
 
 __all__ = ["ReplicaProposal", "propose_for_plan", "propose_replica_sync"]
 
@@ -42,9 +43,11 @@ def propose_replica_sync(step_seconds: float, exchange_seconds: float) -> Replic
     interval = min(MOST, 2 ** max(0, ceil(log2(wanted)))) if wanted > 0 else 1
     method = "average" if interval <= APART else "diloco"
     share = exchange_seconds / (interval * step_seconds)
+    ratio = exchange_seconds / step_seconds
     reason = (
-        f"a step takes {step_seconds:.3g} s and an exchange {exchange_seconds:.3g} s, which is"
-        f" {exchange_seconds / step_seconds:.0%} of a step if made at each and {share:.1%} with interval={interval}"
+        f"a step takes {step_seconds:.3g} s and an exchange {exchange_seconds:.3g} s, which adds"
+        f" {f'{ratio:.0%}' if ratio < 1 else f'{ratio:.3g} times as much'} if made at each step and {share:.1%} with"
+        f" interval={interval}"
     )
     if interval == 1:
         reason += "; the link is fast, and replica_sync=1 averages gradients, as one process would"
@@ -54,7 +57,9 @@ def propose_replica_sync(step_seconds: float, exchange_seconds: float) -> Replic
 
 
 def propose_for_plan(planning: Planning, constants: Constants = FITTED) -> tuple[int, ReplicaProposal] | None:
-    """Return for the best plan how many replicas could be apart, no two in one node, and their exchange.
+    """Return for the best plan how many replicas could be apart, no two in one node, and what their exchange should be.
+
+    A replica's step is that of the same plan on its part of the devices.
 
     ``None`` if a pipeline stage has one node, or the data axis does not divide over its nodes.
     """
@@ -63,9 +68,15 @@ def propose_for_plan(planning: Planning, constants: Constants = FITTED) -> tuple
     number = gcd(layout.data_parallel_size, max(1, cluster.num_nodes // layout.pipeline_parallel_size))
     if number == 1 or setup.num_devices != cluster.num_devices:
         return None
-    shards = layout.data_parallel_size // number if setup.zero else 1
-    one = setup.context * layout.tensor_parallel_size
-    held = planning.profile.num_parameters / (layout.tensor_parallel_size * layout.pipeline_parallel_size * shards)
-    group = Group(number, one * layout.data_parallel_size // number)
-    exchange = ring(group, 4 * held, cluster, constants, passes=2)
-    return number, propose_replica_sync(best.seconds, exchange)
+    data = layout.data_parallel_size // number
+    alone = replace(layout, data_parallel_size=data, replicate_size=gcd(layout.replicate_size, data))
+    own = estimate(
+        planning.profile,
+        cluster.with_devices(cluster.num_devices // number),
+        replace(setup, layout=alone),
+        constants=constants,
+    )
+    parts = layout.tensor_parallel_size * layout.pipeline_parallel_size * (data if setup.zero else 1)
+    group = Group(number, setup.context * layout.tensor_parallel_size * data)
+    exchange = ring(group, 4 * planning.profile.num_parameters / parts, cluster, constants, passes=2)
+    return number, propose_replica_sync(own.seconds, exchange)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
+from rich.console import Console
 
 from lightning_hybrid import Hybrid3DStrategy, ReplicaSync
 from lightning_hybrid.errors import ConfigurationError
-from lightning_hybrid.planner.replicas import propose_replica_sync
+from lightning_hybrid.planner import Cluster, ModelProfile, plan
+from lightning_hybrid.planner.replicas import propose_for_plan, propose_replica_sync
+from lightning_hybrid.planner.report import planning_tables
 from lightning_hybrid.replicas.outer import OuterWeights
 from lightning_hybrid.replicas.window import fragments_of
 from tests.distributed.replica_cases import LitReplica
@@ -75,6 +79,23 @@ def test_the_interval_follows_from_step_and_link(step: float, exchange: float, i
     found = propose_replica_sync(step, exchange)
     assert (found.interval, found.method) == (interval, method)
     assert f"{step:.3g} s" in found.reason and f"{exchange:.3g} s" in found.reason
+
+
+def test_a_plan_says_how_often_replicas_could_exchange() -> None:
+    profile = ModelProfile.from_sizes(num_layers=12, hidden_size=768, num_heads=12, seq_length=512)
+    slow, fast = (
+        plan(profile, Cluster.named("H100", 16, per_node=8, network_gbits=gbits), global_batch=512)
+        for gbits in (50, 12800)
+    )
+    found = [propose_for_plan(planning) for planning in (slow, fast)]
+    assert found[0] is not None and found[1] is not None
+    assert found[0][0] == found[1][0] == 2
+    assert found[0][1].interval > 16 > found[1][1].interval == 1
+    console = Console(width=400, file=io.StringIO())
+    console.print(planning_tables(slow))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f'replicate_size=2, not compared above): replica_sync={{"interval": {found[0][1].interval}' in text
+    assert propose_for_plan(plan(profile, Cluster.named("H100", 8), global_batch=64)) is None
 
 
 def test_blocks_are_dealt_out_in_turn() -> None:
