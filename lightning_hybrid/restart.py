@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
-from lightning_hybrid.checkpoint.whole import latest_checkpoint, remove, unfinished_checkpoints
+from lightning_hybrid.checkpoint.whole import latest_checkpoint, moved_aside, remove, unfinished_checkpoints
 
 __all__ = ["prepare_for_restarts"]
 
@@ -41,12 +41,13 @@ def _find_last(callback: Any, trainer: Any) -> set[str]:
         if removed:
             _remove(folder, unfinished)
     found = {path for path in type(callback)._find_last_checkpoints(callback, trainer) if callback._fs.exists(path)}
-    if found:
+    name = callback.CHECKPOINT_NAME_LAST
+    found |= {path for path in moved_aside(folder) if os.path.basename(path).startswith(name)}
+    if found:  # the newest is taken, and there may be last-v1.ckpt of long ago
         return found
     other = latest_checkpoint(folder)
     if other is None:
         return set()
-    name = callback.CHECKPOINT_NAME_LAST
     rank_zero_warn(f"There is no {name}.ckpt in {folder}. Resuming from {other}, the newest whole checkpoint there.")
     return {other}
 

@@ -32,6 +32,7 @@ __all__ = [
     "latest_checkpoint",
     "local_path",
     "mark_whole",
+    "moved_aside",
     "open_file",
     "put_in_place",
     "remove",
@@ -194,6 +195,13 @@ def unfinished_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
     fs, at = _open(folder)
     names = [os.path.basename(str(entry).rstrip("/")) for entry in fs.ls(at, detail=False)] if fs.isdir(at) else []
     return sorted(name for name in names if name.endswith(ASIDE))
+
+
+def moved_aside(folder: str | os.PathLike[str]) -> list[str]:
+    """Return the paths of checkpoints in a folder whose successors were not put in place any more."""
+    fs, at = _open(folder)
+    entries = [str(entry).rstrip("/") for entry in fs.ls(at, detail=False)] if fs.isdir(at) else []
+    return [entry for entry in entries if entry.endswith(OLD) and not fs.exists(entry.removesuffix(OLD))]
 
 
 def checkpoint_to_load(path: Any) -> str:

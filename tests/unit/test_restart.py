@@ -32,6 +32,8 @@ def make_link(folder: Path) -> None:
 
 
 def stop_between_renames(folder: Path) -> None:
+    save(folder / "last-v1.ckpt", 1)
+    os.utime(folder / "last-v1.ckpt", (0, 0))
     save(folder / "last.ckpt", 4).rename(folder / "last.ckpt.replaced")
 
 
@@ -41,6 +43,7 @@ LEFT: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: save(folder / "last.ckpt", 4).rename(folder / "last.ckpt.replaced"),
         "last.ckpt.replaced",
     ),
+    "between two renames, beside one of long ago": (stop_between_renames, "last.ckpt.replaced"),
     "a link taken away": (lambda folder: None, "step=2.ckpt"),
     "a link to nothing": (make_link, "step=2.ckpt"),
     "a whole one": (lambda folder: save(folder / "last.ckpt", 4), "last.ckpt"),
@@ -53,7 +56,7 @@ def test_what_is_left_is_resumed_from(left: str, tmp_path: Path) -> None:
     save(tmp_path / "step=2.ckpt", 2)
     do(tmp_path)
     assert found(tmp_path) == expected
-    assert left == "a whole one" or found(tmp_path, prepared=False) is None, "Lightning would start anew"
+    assert (left == "a whole one") is (found(tmp_path, prepared=False) == expected), "Lightning would take another"
 
 
 def test_what_was_interrupted_is_named(tmp_path: Path) -> None:
