@@ -22,6 +22,8 @@ from lightning_hybrid.callbacks.measurement import Measurement
 from lightning_hybrid.callbacks.scaling_efficiency import layout_of
 from lightning_hybrid.failure import Status, status_of
 from lightning_hybrid.metrics.throughput import Throughput
+from lightning_hybrid.settings import Settings as RunSettings
+from lightning_hybrid.settings import options_of
 
 __all__ = ["build_batch", "build_entry", "estimated_memory", "judge", "latest_values", "rates"]
 
@@ -56,6 +58,8 @@ def build_settings(trainer: Trainer) -> Settings:
         for key, value in described.items()
         if key not in known and isinstance(value, bool | int | float | str)
     }
+    settings = getattr(strategy, "settings", None)
+    given = options_of(settings) if isinstance(settings, RunSettings) else {}
     return Settings(
         schedule=str(getattr(strategy, "schedule", "none")),
         num_microbatches=int(getattr(strategy, "num_microbatches", 1)),
@@ -63,7 +67,7 @@ def build_settings(trainer: Trainer) -> Settings:
         tp_plan={key: style if isinstance(style, str) else repr(style) for key, style in plan.items()}
         if plan
         else None,
-        options={"strategy": type(strategy).__name__, **scalars},
+        options={"strategy": type(strategy).__name__, **scalars, **given},
     )
 
 

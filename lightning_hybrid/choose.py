@@ -29,7 +29,7 @@ from lightning_hybrid.pipeline.blocks import list_blocks
 from lightning_hybrid.pipeline.schedule import ScheduleSpec, find_schedule
 from lightning_hybrid.pipeline.schedule_file import parse_schedule
 from lightning_hybrid.run_facts import whole_model
-from lightning_hybrid.settings import Settings
+from lightning_hybrid.settings import Settings, with_options
 from lightning_hybrid.tensor_parallel.plan import build_tp_plan
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ def choose_layout(strategy: Any) -> Layout:
             rank_zero_info(f"lightning_hybrid: {found.reason}")
         else:
             choice.take_plan(found)
-            strategy.settings = choice.settings
             for line in found.lines:
                 rank_zero_info(f"lightning_hybrid: {line}")
+        strategy.settings = choice.settings
     elif choice.layout is not None and choice.layout.world_size != num_devices:  # an entry's, given by the user
         choice.layout = _resized(choice.layout, num_devices)
     layout: Layout = choice.resolve(num_devices)
@@ -142,6 +142,7 @@ def archived_schedule(settings: Mapping[str, Any]) -> tuple[ScheduleSpec, int]:
 def can_run(layout: Layout, entry: Entry, module: Any, choice: RunChoice) -> bool:
     """Whether the module allows an entry's degrees, as far as that is known before anything is tried."""
     try:
+        with_options(choice.settings, entry.settings.options)  # of another version they may mean nothing
         return _can_be_split(layout, entry, module, choice.settings) and _can_be_cut(layout, entry, module, choice)
     except ConfigurationError:
         return False

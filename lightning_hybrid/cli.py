@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
-from typing import Any, Literal
+from typing import Literal
 
 from jsonargparse import ArgumentParser
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from lightning_hybrid.archive import Archive, Entry, best_entry, failed_degrees
-from lightning_hybrid.archive.document import to_plain
+from lightning_hybrid.cli_archive import ARCHIVE_COMMANDS
 from lightning_hybrid.cli_plan import plan_command
 from lightning_hybrid.cli_probe import doctor_command, probe_command
 from lightning_hybrid.cli_report import report_command
 from lightning_hybrid.cli_schedule import schedule_command
 from lightning_hybrid.errors import HybridError
 
-__all__ = ["best_command", "convert_command", "list_command", "main", "show_command"]
+__all__ = ["convert_command", "main"]
 
 _ARCHIVE = "What earlier runs left in an archive of configurations."
 _CONVERT = "A checkpoint in another form: a plain .ckpt file, a directory, or safetensors."
 _DOCTOR = "What makes training fail or slow on this machine, and what to do; nothing is changed."
 _PROBE = "Measures devices and links; writes a cluster profile for the planner."
 _PLAN = "Which degrees would train a model fastest, and what a step would take; nothing runs."
-_WIDTH_OF_TABLE = 120
-_WIDTH_OF_FILES = 200
-_STYLES = {"ok": "green", "interrupted": "yellow", "running": "blue", "oom": "red", "failed": "red"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     group = chosen[chosen.subcommand]
     try:
         if chosen.subcommand == "archive":
-            _ARCHIVE_COMMANDS[group.subcommand](**vars(group[group.subcommand]))
+            ARCHIVE_COMMANDS[group.subcommand](**vars(group[group.subcommand]))
         elif chosen.subcommand == "doctor":
             return doctor_command(**vars(group))
         else:
@@ -72,7 +64,7 @@ def _build_parser() -> ArgumentParser:
         text = (function.__doc__ or "").partition("\n")[0]
         groups.add_subcommand(name, _drawing_parser(function, positional, text), help=text)
     commands = archive.add_subcommands(required=True)
-    for name, function in _ARCHIVE_COMMANDS.items():
+    for name, function in ARCHIVE_COMMANDS.items():
         title = (function.__doc__ or "").partition("\n")[0]
         command = ArgumentParser(description=title)
         command.add_function_arguments(function, as_group=False, as_positional=True, skip={"json"})
@@ -119,79 +111,6 @@ def _plan_parser() -> ArgumentParser:
     return parser
 
 
-def list_command(
-    url: str = "archive",
-    model: str | None = None,
-    status: str | None = None,
-    last: int | None = None,
-    json: bool = False,
-) -> None:
-    """List the entries of an archive, oldest first.
-
-    Args:
-        url: The archive: a folder or any fsspec URL.
-        model: Only entries of this model class.
-        status: Only entries with this status: ok, interrupted, running, oom or failed.
-        last: Only the newest so many.
-        json: Print JSON for programs.
-    """
-    archive = Archive(url)
-    entries = [
-        entry
-        for entry in archive.list()
-        if model in (None, entry.model.model_class) and status in (None, entry.result.status)
-    ]
-    entries = entries[-last:] if last else entries
-    if json:
-        _print_json([to_plain(entry) for entry in entries])
-    elif entries:
-        terminal = Console()
-        console = terminal if terminal.is_terminal else Console(width=_WIDTH_OF_FILES)  # a file has no edge to fit
-        console.print(_table(entries, narrow=console.width < _WIDTH_OF_TABLE))
-    else:
-        Console().print(f"No such entries in {archive}.", highlight=False)
-
-
-def show_command(entry: str, url: str = "archive") -> None:
-    """Print one entry as JSON.
-
-    Args:
-        entry: Its id, or a beginning of it that no other entry has.
-        url: The archive: a folder or any fsspec URL.
-    """
-    sys.stdout.write(Archive(url).get(entry).to_json())
-
-
-def best_command(
-    like: str | None = None, num_devices: int | None = None, url: str = "archive", json: bool = False
-) -> None:
-    """Say which entry a run without degrees would start from.
-
-    Args:
-        like: Entry (id or its beginning) with the model and kind of device to choose for; by default the newest.
-        num_devices: Devices of the new run; by default as many as that entry's.
-        url: The archive: a folder or any fsspec URL.
-        json: Print JSON for programs.
-    """
-    archive, console = Archive(url), Console()
-    entries = archive.list()
-    wanted = archive.get(like) if like else entries[-1] if entries else None
-    if wanted is None:
-        match, failed = None, {}
-    else:
-        count = num_devices or wanted.hardware.num_devices
-        match = best_entry(entries, wanted.model, wanted.hardware, count)
-        failed = failed_degrees(entries, wanted.model, wanted.hardware)
-    if json:
-        found = match and {"id": match.entry.id, "degrees": to_plain(match.degrees), "reason": match.reason}
-        _print_json(found)
-        return
-    console.print(match.reason if match else f"No entry of {archive} fits.", highlight=False, soft_wrap=True)
-    for degrees, entry in failed.items():
-        what = "ran out of memory" if entry.result.status == "oom" else "failed"
-        console.print(f"Not tried again: {degrees} {what} in {entry.id}.", highlight=False, soft_wrap=True)
-
-
 def convert_command(
     source: str,
     destination: str,
@@ -229,13 +148,6 @@ def convert_command(
     Console().print(str(done), highlight=False, soft_wrap=True)
 
 
-_ARCHIVE_COMMANDS: dict[str, Callable[..., None]] = {
-    "list": list_command,
-    "show": show_command,
-    "best": best_command,
-}
-
-
 _COMMANDS: dict[str, Callable[..., object]] = {
     "convert": convert_command,
     "plan": plan_command,
@@ -247,53 +159,6 @@ _ARGUMENTS = {
     "source": "An archive (folder or fsspec URL), an entry's file, or an entry's id; by default the folder archive.",
     "name": "A schedule, such as 1F1B or ZBVZeroBubble, or a table of your own (*.csv).",
 }
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False) + "\n")
-
-
-def _table(entries: Sequence[Entry], *, narrow: bool) -> Table:
-    rows = [_row(entry) for entry in entries]
-    columns = list(rows[0])[: 4 if narrow else None]
-    table = Table(box=None, header_style="bold")
-    for column in columns:
-        numeric = column in ("samples/s", "step", "bubble", "efficiency", "parameters")
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(row[column] for column in columns))
-    return table
-
-
-def _row(entry: Entry) -> dict[str, str]:
-    """What the table says of an entry, the most important first."""
-    result, degrees = entry.result, entry.degrees
-    schedule, style = entry.settings.schedule, _STYLES[result.status]
-    sizes = (degrees.data_parallel_size, degrees.tensor_parallel_size, degrees.pipeline_parallel_size)
-    return {
-        "id": entry.id,
-        "status": f"[{style}]{result.status}[/{style}]",
-        "d x t x p": " x ".join(map(str, sizes)),
-        "samples/s": _number(result.samples_per_second, "{:,.4g}"),
-        "step": _number(result.step_time, "{:.3g} s"),
-        "bubble": _number(result.bubble.get("bubble/measured"), "{:.0%}"),
-        "efficiency": _number(result.scaling.get("scaling/efficiency"), "{:.0%}"),
-        "parameters": _short(entry.model.num_parameters),
-        "schedule": "" if schedule == "none" else f"{schedule} / {entry.settings.num_microbatches}",
-        "devices": f"{entry.hardware.num_devices} x {escape(entry.hardware.kind)}",
-    }
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
-
-
-def _short(count: int) -> str:
-    """A number of parameters as people say it: ``1.2B``."""
-    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            return f"{count / size:.3g}{letter}"
-    return str(count)
 
 
 if __name__ == "__main__":

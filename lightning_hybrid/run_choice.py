@@ -14,7 +14,7 @@ from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Coordinate, Layout, resolve_layout
 from lightning_hybrid.per_block import can_split_backward
 from lightning_hybrid.pipeline.schedule import ScheduleSpec, Table, find_schedule
-from lightning_hybrid.settings import Settings
+from lightning_hybrid.settings import Settings, with_options
 
 __all__ = ["RunChoice"]
 
@@ -76,6 +76,7 @@ class RunChoice:
     def take_entry(self, choice: ArchiveChoice) -> None:
         """Start from an archive entry: its degrees, and what else nobody gave."""
         self.layout, self.started_from = choice.layout, choice.entry_id
+        self.settings = with_options(self.settings, choice.settings["options"])
         if choice.layout.pipeline_parallel_size == 1:
             return
         num_microbatches = choice.settings["num_microbatches"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Literal
 
 from torch.distributed import Backend
@@ -15,7 +16,7 @@ from lightning_hybrid.per_block import ActivationCheckpointing, check_per_block
 from lightning_hybrid.pipeline.blocks import Blocks
 from lightning_hybrid.replicas.options import ReplicaSync
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "options_of", "with_options"]
 
 #: For each argument whether a value can be meant, and what would be right.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -105,6 +106,36 @@ class Settings:
     def per_block(self) -> dict[str, Any]:
         """What is done to each block besides splitting it."""
         return {"activation_checkpointing": self.activation_checkpointing, "compile": self.compile}
+
+
+#: Arguments that decide whether a run fits into memory, and what they are if nobody gives them.
+_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "activation_checkpointing": "none",
+        "reshard_after_forward": None,
+        "cpu_offload": False,
+        "sequence_parallel": False,
+        "loss_parallel": False,
+    }
+)
+
+
+def options_of(settings: Settings) -> dict[str, bool | str]:
+    """Return what an archive entry keeps of the settings: those that are given and that JSON has a value for."""
+    given = {name: getattr(settings, name) for name, usual in _OPTIONS.items() if getattr(settings, name) != usual}
+    return {name: value for name, value in given.items() if isinstance(value, (bool, str))}
+
+
+def with_options(settings: Settings, options: Mapping[str, Any]) -> Settings:
+    """Return settings with an entry's :func:`options_of`, where nobody gave others.
+
+    Raises:
+        ConfigurationError: if they cannot be meant; the entry may be of another version.
+    """
+    taken = {
+        name: options[name] for name, usual in _OPTIONS.items() if name in options and getattr(settings, name) == usual
+    }
+    return replace(settings, **taken)
 
 
 def _are_names(value: Any) -> bool:

@@ -26,6 +26,7 @@ from lightning_hybrid.clock import Clock
 from lightning_hybrid.data import prepare_loader, restore_loader_states
 from lightning_hybrid.describe import describe_run, layout_table, memory_table
 from lightning_hybrid.evaluation import evaluate_by_no_grad, refuse_too_few_samples
+from lightning_hybrid.from_archive import FromArchive
 from lightning_hybrid.gradients import zeroes_unseen
 from lightning_hybrid.launchers import make_launcher
 from lightning_hybrid.layout import Coordinate, Layout
@@ -54,17 +55,16 @@ __all__ = ["Hybrid3DStrategy"]
 Degree = int | Literal["auto"]
 
 
-class Hybrid3DStrategy(ReplicaHooks):
+class Hybrid3DStrategy(FromArchive, ReplicaHooks):
     """Data x tensor x pipeline parallelism with FSDP2 sharding for an unmodified LightningModule.
 
     Args:
         data_parallel_size: Ranks that read different samples. The product of the three degrees is the number of
-            devices; ``"auto"`` takes what the others leave over. If none of the three is given, all are chosen: those
-            of the archive's nearest known-good entry, else the planner's (:mod:`lightning_hybrid.choose_plan`).
+            devices; ``"auto"`` takes what the others leave over. Without any of the three all are chosen: an archive's
+            nearest known-good entry's, else the planner's (:mod:`lightning_hybrid.choose_plan`).
         tensor_parallel_size: Ranks that split each block's matrices, following ``tp_plan``.
         pipeline_parallel_size: Ranks that split the blocks.
-        replicate_size: Replicas along the data axis (HSDP); parameters are sharded over the rest of it. ``"auto"`` is
-            1, or chosen with the degrees.
+        replicate_size: Replicas along the data axis (HSDP), whose rest shards; ``"auto"`` is 1, or chosen with degrees.
         replica_sync: Optimizer steps from one exchange of the replicas to the next, ``"auto"``, or a
             :class:`~lightning_hybrid.ReplicaSync` or dict of its fields (local SGD, DiLoCo). 1 averages gradients.
         num_microbatches: Pieces into which each rank's batch is cut for the pipeline; ``"auto"`` is twice the number

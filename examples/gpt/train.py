@@ -27,8 +27,16 @@ from examples.gpt.data import PythonTopics
 from examples.gpt.module import LitGPT
 from examples.gpt.report import HeldOutLoss, Report
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.archive import Archive, choose_degrees, detect_hardware, find_baseline, fingerprint_module
+from lightning_hybrid.archive import (
+    Archive,
+    choose_degrees,
+    detect_hardware,
+    failed_degrees,
+    find_baseline,
+    fingerprint_module,
+)
 from lightning_hybrid.callbacks import BubbleRatio, ConfigArchive, ScalingEfficiency, StepBreakdown
+from lightning_hybrid.layout import Layout
 
 ON_GPU = torch.cuda.is_available()
 NUM_DEVICES = torch.cuda.device_count() if ON_GPU else 8
@@ -124,15 +132,20 @@ def build_logger(folder: Path) -> WandbLogger:
 
 
 def degrees_to_give(module: LitGPT, num_devices: int, archive: str) -> dict[str, Any]:
-    """The demo's degrees; none if the archive knows a run on as many devices: then the strategy starts from that."""
-    hardware = detect_hardware(device_type(), num_devices=num_devices)
-    known = choose_degrees(archive, fingerprint_module(module), hardware, num_devices)
+    """The demo's degrees; none, which leaves them to the strategy, if the archive knows a run on as many devices.
+
+    It starts from that run if it went well, and takes others if these degrees failed (ran out of memory, say).
+    """
+    hardware, fingerprint = detect_hardware(device_type(), num_devices=num_devices), fingerprint_module(module)
+    entries = Archive(archive).known()
+    known = choose_degrees(entries, fingerprint, hardware, num_devices)
     if known is not None and known.entry.hardware.num_devices == num_devices:
         return {}
     tensor = 2 if num_devices % 2 == 0 else 1
     pipeline = 2 if num_devices % (2 * tensor) == 0 else 1
     data = num_devices // tensor // pipeline
-    return {"data_parallel_size": data, "tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    degrees = {"data_parallel_size": data, "tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    return {} if Layout(**degrees) in failed_degrees(entries, fingerprint, hardware) else degrees
 
 
 def device_type() -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
 import lightning as L
 import pytest
 import torch
@@ -9,6 +13,18 @@ import torch
 from examples.gpt.data import ByteWindows, PythonTopics, read_text, split_text
 from examples.gpt.model import GPT
 from examples.gpt.module import LitGPT
+from examples.gpt.train import degrees_to_give
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.archive import (
+    Archive,
+    Result,
+    choose_degrees,
+    detect_hardware,
+    failed_degrees,
+    fingerprint_module,
+)
+from lightning_hybrid.choose_plan import choose_by_plan
+from tests.unit.archive_entries import make_entry
 
 SHAPE = {"num_blocks": 2, "width": 16, "num_heads": 2, "context_length": 16}
 
@@ -100,3 +116,28 @@ def test_one_step_changes_every_parameter() -> None:
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     build_trainer(max_steps=1).fit(module, data)
     assert [name for name, p in module.named_parameters() if torch.equal(p, before[name])] == []
+
+
+def test_the_demo_s_degrees_are_taken_from_the_archive_unless_they_failed_there(tmp_path: Path) -> None:
+    """``make demo`` twice: the second run gives none and so starts from the first's; out of memory, it takes others."""
+    module, hardware = LitGPT(), detect_hardware("cpu", num_devices=8)
+    given = {"data_parallel_size": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    assert degrees_to_give(module, 8, str(tmp_path)) == given
+    entry = make_entry("first", (2, 2, 2), model=fingerprint_module(module), hardware=hardware)
+    Archive(tmp_path).write(entry)
+    assert degrees_to_give(module, 8, str(tmp_path)) == {}
+    known = Archive(tmp_path).known()
+    assert choose_degrees(known, fingerprint_module(module), hardware, 8) is not None
+    oom = dataclasses.replace(entry, result=Result(status="oom"), updated="2026-08-01T00:00:00Z")
+    Archive(tmp_path).write(oom)
+    assert degrees_to_give(module, 8, str(tmp_path)) == {}  # and there is no entry to start from either
+    known = Archive(tmp_path).known()
+    assert choose_degrees(known, fingerprint_module(module), hardware, 8) is None
+    strategy = SimpleNamespace(
+        choice=Hybrid3DStrategy(archive=None).choice,
+        root_device=torch.device("cpu"),
+        num_nodes=1,
+        precision_plugin=SimpleNamespace(precision="32-true"),
+    )
+    failed = failed_degrees(known, fingerprint_module(module), hardware)
+    assert choose_by_plan(strategy, module, 8, failed=failed).layout not in failed
