@@ -35,6 +35,7 @@ from benchmarks.work import (
     rows,
 )
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.callbacks import StepBreakdown
 
 
 class Times:
@@ -96,13 +97,33 @@ class StepTimer(L.Callback):
         report(self.times, self.loss, prints=trainer.is_global_zero)
 
 
+class Parts(StepBreakdown):
+    """Keeps every measurement and prints their mean as a line of JSON."""
+
+    def __init__(self) -> None:
+        super().__init__(every_n_steps=8, profile_every=1, advice=False)
+        self.kept: list[dict[str, float]] = []
+
+    def publish(self, trainer: Any, values: Any) -> None:
+        super().publish(trainer, values)
+        self.kept.append(dict(values))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        if trainer.is_global_zero:
+            later = self.kept[1:]  # the first one has seen a single step
+            mean = {key: statistics.fmean(values[key] for values in later) for key in later[0] if key[:5] == "step/"}
+            print(json.dumps({"parts": mean}), flush=True)
+
+
 def fit(strategy: Any, num_devices: int, module: L.LightningModule, batch_size: int) -> None:
+    parts = [Parts()] if os.environ.get("WORK_PARTS") else []
     trainer = L.Trainer(
         accelerator="cpu",
         devices=num_devices,
         strategy=strategy,
         max_steps=NUM_STEPS,
-        callbacks=[StepTimer()],
+        callbacks=[StepTimer(), *parts],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -1,8 +1,8 @@
 """One fixed piece of work, so that step times of different systems can be compared.
 
 A GPT of 8 blocks, width 256, 8 heads, sequences of 128 tokens, vocabulary of 4096 (8.4 M parameters); global batch
-of 16 sequences, AdamW, fp32. Every system sees the same rows in the same order. ``WORK_WIDTH`` and ``WORK_BLOCKS`` in
-the environment make it larger or smaller, to see how costs grow with it.
+of 16 sequences, AdamW, fp32. Every system sees the same rows in the same order. ``WORK_WIDTH`` in the environment makes
+it larger or smaller, to see how costs grow with it; ``WORK_STEPS`` makes a run longer.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH, NUM_BLOCKS = int(os.environ.get("WORK_WIDTH", 256)), int(os.environ.get("WORK_BLOCKS", 8))
-VOCABULARY, NUM_HEADS, LENGTH = 4096, 8, 128
-BATCH_SIZE, NUM_MICROBATCHES, NUM_STEPS, NUM_WARMUP = 16, 8, 15, 4
+WIDTH, NUM_STEPS = int(os.environ.get("WORK_WIDTH", 256)), int(os.environ.get("WORK_STEPS", 15))
+VOCABULARY, NUM_HEADS, NUM_BLOCKS, LENGTH = 4096, 8, 8, 128
+BATCH_SIZE, NUM_MICROBATCHES, NUM_WARMUP = 16, 8, 4
 
 
 class Block(nn.Module):

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import BubbleRatio, ScalingEfficiency, StepBreakdown
-from lightning_hybrid.metrics import PARTS
+from lightning_hybrid.metrics import PARTS, Span, break_down, spans_of_marks
+from lightning_hybrid.recorder import gather_timelines
 from tests.wandb_file import read_run
 
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
@@ -187,21 +188,62 @@ def test_csv_and_one_wandb_run_hold_the_values(run_ranks: Ranks, tmp_path: Path)
 # ---- all axes at once -----------------------------------------------------------------------------------------------
 
 
-def run_in_3d(rank: int, folder: Path) -> dict[str, float]:
-    callback = StepBreakdown(every_n_steps=100)  # only the first measurement, at step 4
-    trainer = build_trainer((2, 2, 2), folder, [callback], max_steps=5)
-    trainer.fit(Words([Block(16) for _ in range(4)]), loader(20))
-    return callback.latest
+class EveryStep(StepBreakdown):
+    """Breaks each recorded step down by itself, beside a clock of its own from one optimizer step's end to the next."""
+
+    def __init__(self) -> None:
+        super().__init__(every_n_steps=100)  # only the first measurement, at step 4
+        self.ends: list[float] = []
+        self.found: list[tuple[float, float, float]] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        strategy: Any = trainer.strategy
+        step = strategy.optimizer_step
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            self.ends.append(time.perf_counter())
+            return result
+
+        strategy.optimizer_step = timed
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        steps = list(self.recorder(trainer).steps)
+        for step, runs in zip(steps, gather_timelines(strategy, steps), strict=True):
+            spans = [Span("data_wait", *wait) for wait in step.data_waits]
+            for timeline in runs:
+                spans += spans_of_marks(timeline[strategy.schedule_rank], pipeline=timeline.values())
+            parts = break_down(spans, start=step.start, end=step.end, exclude=step.excluded).seconds
+            clock = self.ends[step.index - 1] - self.ends[step.index - 2]
+            self.found.append((sum(parts.values()), sum(parts.values()) - parts["other"], clock))
+        super().on_train_end(trainer, pl_module)
 
 
-def test_every_axis_has_its_communication(run_ranks: Ranks, tmp_path: Path) -> None:
-    values = run_ranks(8, run_in_3d, tmp_path, timeout=120)[0]
+def run_in_3d(rank: int, folder: Path) -> tuple[dict[str, float], list[tuple[float, float, float]]]:
+    callback = EveryStep()
+    trainer = build_trainer((2, 2, 2), folder, [callback], max_steps=7)
+    trainer.fit(Words([Block(16) for _ in range(4)]), loader(28))
+    return callback.latest, callback.found
+
+
+def test_every_axis_has_its_communication_and_the_parts_add_up(run_ranks: Ranks, tmp_path: Path) -> None:
+    results = run_ranks(8, run_in_3d, tmp_path, timeout=120)
+    values = results[0][0]
     check_breakdown(values)
     for axis in ("tensor", "data_shard", "pipeline"):
         assert values[f"step/communication_{axis}_s"] > 0
     assert values["step/communication_data_replicate_s"] == 0
     assert values["step/communication_unknown_s"] == 0
     assert values["step/bubble_s"] > 0
+    for _, steps in results:
+        assert len(steps) == 4  # of 7: less the first, the profiled one, and the one after it
+        for together, known, clock in steps:
+            assert together == pytest.approx(clock, rel=0.01, abs=0.005)
+            assert known < clock
+    known_shares = [known / clock for _, steps in results for _, known, clock in steps]
+    assert max(known_shares) > 0.5  # it is not "other" that makes them add up
 
 
 # ---- a pipeline that only sleeps ------------------------------------------------------------------------------------
