@@ -52,7 +52,7 @@ def build_settings(trainer: Trainer) -> Settings:
     strategy: Any = trainer.strategy
     plan = getattr(strategy, "tp_plan", None)
     described: dict[str, Any] = strategy.describe() if hasattr(strategy, "describe") else {}
-    known = {*vars(layout_of(trainer)), "schedule", "num_microbatches"}
+    known = {*vars(layout_of(trainer)), "schedule", "num_microbatches", "forward_flops_per_sample"}
     scalars = {
         key: value
         for key, value in described.items()

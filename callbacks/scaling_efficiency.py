@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_hybrid.archive import Archive, Entry, Fingerprint, detect_hardware, find_baseline
 from lightning_hybrid.callbacks.loggers import show
 from lightning_hybrid.callbacks.measurement import Measurement
+from lightning_hybrid.callbacks.utilization import Utilization
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.metrics.scaling import Reference, Scaling, compare
@@ -52,6 +53,8 @@ class ScalingEfficiency(Measurement):
     ``throughput/tokens_per_s_per_device``      the same by device
     ``throughput/step_s``                       seconds of an optimizer step
     ``throughput/batch_size``                   samples in an optimizer step of the whole job
+    ``throughput/mfu``                          model FLOPs utilization: share of the devices' peak, from 0 to 1
+    ``throughput/tflops_per_device``            10^12 operations per second of the model itself, by device
     ``scaling/efficiency``                      ``speedup`` over the growth in devices; 1 is ideal
     ``scaling/speedup``                         throughput over the baseline's
     ``scaling/per_doubling``                    mean gain of each doubling of devices; 2 is ideal
@@ -73,6 +76,11 @@ class ScalingEfficiency(Measurement):
             same model on one device is taken.
         tokens: how many tokens a batch has: a number for each sample, a function of the batch, or ``"auto"``: the size
             of its first integer tensor of two dimensions (``input_ids``, where there is that name).
+        flops_per_sample: floating point operations that training on a sample needs; ``"auto"`` counts matrix products,
+            convolutions and attention of the first batch's forward and takes three times as many. Nothing recomputed or
+            computed twice counts (:mod:`lightning_hybrid.metrics.utilization`).
+        peak_flops: FLOP/s of one device at the run's precision; ``"auto"`` takes its maker's data sheet. Where this or
+            the operations are not known for certain, there is no MFU, and the reason is said once.
         every_n_steps: see :class:`~lightning_hybrid.callbacks.measurement.Measurement`.
         num_warmup_steps: likewise.
         prog_bar: likewise; the main figure is ``throughput/tokens_per_s``, or samples without tokens.
@@ -86,6 +94,8 @@ class ScalingEfficiency(Measurement):
         baseline: Baseline | None = None,
         *,
         tokens: int | Callable[[Any], int] | str = "auto",
+        flops_per_sample: float | str = "auto",
+        peak_flops: float | str = "auto",
         every_n_steps: int | None = None,
         num_warmup_steps: int = 2,
         prog_bar: bool = False,
@@ -93,9 +103,14 @@ class ScalingEfficiency(Measurement):
         super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps, prog_bar=prog_bar)
         if isinstance(tokens, str) and tokens != "auto":
             raise ConfigurationError(f'tokens={tokens!r} must be "auto", a number for each sample, or a function.')
+        for name, value in (("flops_per_sample", flops_per_sample), ("peak_flops", peak_flops)):
+            if value != "auto" and (isinstance(value, str) or value <= 0):
+                raise ConfigurationError(f'{name}={value!r} must be "auto" or a positive number.')
         self.baseline = baseline
         self._url = baseline if isinstance(baseline, (str, os.PathLike)) else None
         self.tokens = tokens
+        self.flops_per_sample, self.peak_flops = flops_per_sample, peak_flops
+        self._utilization = Utilization(flops_per_sample, peak_flops)
         self.throughput: Throughput | None = None
         """All that was counted so far in this run."""
         self.scaling: Scaling | None = None
@@ -115,6 +130,15 @@ class ScalingEfficiency(Measurement):
         super().on_train_start(trainer, pl_module)
         self.throughput, self.scaling, self._said = None, None, False
         self._pending, self._window = (0, 0), (0.0, 0, 0, 0)
+        self._utilization = Utilization(self.flops_per_sample, self.peak_flops)
+        if trainer.is_global_zero:
+            self._utilization.start(trainer, pl_module)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero and self._utilization.is_open:
+            samples = count_samples(batch)
+            self._utilization.count(trainer, pl_module, samples, count_tokens(batch, samples, self.tokens))
 
     @override
     def on_train_batch_end(
@@ -178,7 +202,7 @@ class ScalingEfficiency(Measurement):
             tokens=count_once([window[3] for window in windows], layout) or None,
         )
         self.throughput = recent if self.throughput is None else self.throughput + recent
-        values = throughput_values(recent)
+        values = throughput_values(recent) | self._utilization.values(recent)
         if self.baseline is not None and trainer.is_global_zero:
             values |= self._compare(trainer, recent, layout)
         self.publish(trainer, values)

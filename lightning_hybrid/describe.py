@@ -29,6 +29,8 @@ _SAID_BY = {
 def describe_run(strategy: Any, part: Any, pipeline: Any) -> dict[str, Any]:
     """Return degrees, schedule and what this rank holds. ``num_parameters`` counts this rank's shards only.
 
+    ``forward_flops_per_sample`` are those of the whole model, counted along a pipeline's first batch.
+
     ``memory`` is in bytes (:class:`~lightning_hybrid.memory.Memory`); optimizers are known once they are set up.
     """
     layout, here = strategy.layout, strategy.coordinate
@@ -56,6 +58,7 @@ def describe_run(strategy: Any, part: Any, pipeline: Any) -> dict[str, Any]:
         "schedule_table": strategy.choice.spec.text if layout.pipeline_parallel_size > 1 else None,
         "num_microbatches": strategy.num_microbatches,
         "num_stages": strategy.num_stages,
+        "forward_flops_per_sample": pipeline.forward_flops_per_sample if pipeline is not None else None,
         "stages_per_rank": strategy.choice.stages_per_rank,
         "holds": held,
         "memory": asdict(holdings(strategy, part, pipeline, list(strategy.optimizers))) if part is not None else None,

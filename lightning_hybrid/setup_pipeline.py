@@ -20,6 +20,7 @@ from lightning_hybrid.auto_schedule import choose_schedule
 from lightning_hybrid.clock import Clock
 from lightning_hybrid.data import check_same_batch, first_batch_size, peek_first_batch, uses_default_collate
 from lightning_hybrid.errors import ConfigurationError, HybridError, PipelineError, UnsupportedError
+from lightning_hybrid.flops import count_flops
 from lightning_hybrid.mesh import axis_group, pipeline_subgroup
 from lightning_hybrid.microbatches import BatchSplitter, batch_size_of
 from lightning_hybrid.parallelize import Part, sync_tied_gradients
@@ -52,6 +53,7 @@ class PipelineSetup:
         self._splitter = BatchSplitter(strategy.settings.unbatched)
         self._num_samples: int | None = None
         self.num_microbatches = 1
+        self.forward_flops_per_sample = 0.0
 
     def record(self, blocks: list[str]) -> dict[str, Any]:
         """Return the arguments of one block of each kind, for the check of a tensor plan."""
@@ -84,7 +86,11 @@ class PipelineSetup:
         self.num_microbatches = self._choose_num_microbatches(batch if name == "training_step" else None)
         cuts = name == "training_step" and not self._strategy.settings.whole_batch_loss
         part = self._splitter.split(batch, self.num_microbatches)[0][0] if cuts else batch
-        facts = self._facts[name, outline_of(part)] = self._agree(self._probe(name, part, rest))
+        with count_flops() as counter:  # of code outside of modules; these are counted by their holes
+            facts = self._agree(self._probe(name, part, rest))
+        self._facts[name, outline_of(part)] = facts
+        forward = counter.get_total_flops() + sum(facts.flops) + sum(facts.flops_outside)
+        self.forward_flops_per_sample = forward / batch_size_of(part)
         if name == "training_step" and strategy.choice.chooses_schedule:
             self._choose_schedule(facts, lambda: run_on(self._module.training_step, part, *rest))
         return facts

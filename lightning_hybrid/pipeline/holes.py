@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
-from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_hybrid.flops import count_flops
 from lightning_hybrid.pipeline.hollow import plain
 
 __all__ = ["Hole", "KeptBytes", "placeholder"]
@@ -143,7 +143,7 @@ class Hole:
         return {name: torch.zeros(p.shape, dtype=p.dtype, device=p.device) for name, p in self._twin.named_parameters()}
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> _Template:
-        counter, before = FlopCounterMode(display=False), self._attributes()
+        counter, before = count_flops(), self._attributes()
         try:
             with _unsaid(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, counter:
                 fake: Callable[[Tensor], Tensor] = mode.from_tensor

@@ -125,7 +125,7 @@ def log_everywhere(rank: int, folder: Path) -> list[dict[str, float]]:
     callbacks = [
         StepBreakdown(every_n_steps=5),
         BubbleRatio(every_n_steps=5),
-        ScalingEfficiency({"samples_per_second": 100.0, "global_batch_size": 16}, every_n_steps=5),
+        ScalingEfficiency({"samples_per_second": 100.0, "global_batch_size": 16}, peak_flops=1e9, every_n_steps=5),
     ]
     loggers = [
         CSVLogger(folder, name="csv", version=0, flush_logs_every_n_steps=1),
@@ -154,6 +154,9 @@ def test_csv_and_one_wandb_run_hold_the_values(run_ranks: Ranks, tmp_path: Path)
     assert scaling["throughput/batch_size"] == 16
     assert scaling["throughput/tokens_per_s"] == pytest.approx(12 * scaling["throughput/samples_per_s"])
     assert scaling["scaling/efficiency"] == pytest.approx(scaling["throughput/samples_per_s"] / 100 / 4)
+
+    flops = 3 * 12 * (4 * 2 + 1) * 2 * 16 * 32  # forward and backward, 12 tokens, two layers of each block and the head
+    assert scaling["throughput/mfu"] == pytest.approx(flops * scaling["throughput/samples_per_s"] / 4e9)
 
     keys = {*breakdown, *bubble, *scaling, "train_loss"}
     with open(tmp_path / "csv" / "version_0" / "metrics.csv") as file:
@@ -312,13 +315,15 @@ def test_one_device_has_no_bubble_and_no_communication(tmp_path: Path, run_ranks
     assert breakdown["step/bubble_s"] == 0
     assert bubble == {"bubble/measured": 0.0, "bubble/ideal": 0.0}
     assert scaling["scaling/efficiency"] == pytest.approx(scaling["throughput/samples_per_s"] / 50)
+    flops = 3 * 12 * (2 + 1) * 2 * 16 * 32
+    assert scaling["throughput/mfu"] == pytest.approx(flops * scaling["throughput/samples_per_s"] / 1e9)
 
 
 def run_on_one(rank: int, folder: Path) -> list[dict[str, float]]:
     callbacks = [
         StepBreakdown(every_n_steps=5),
         BubbleRatio(every_n_steps=5, prog_bar=True),
-        ScalingEfficiency(50.0, every_n_steps=5, prog_bar=True),
+        ScalingEfficiency(50.0, every_n_steps=5, peak_flops=1e9, prog_bar=True),
     ]
     trainer = build_trainer((1, 1, 1), folder, list(callbacks))
     trainer.fit(Words([Block(16)]), loader(12))
