@@ -292,8 +292,11 @@ def _fit(rank: int, folder: Path, kind: Kind, degrees: tuple[int, int, int], vic
         ready = early or in_worker or (trainer is not None and trainer.global_step >= at_step)
         if where in ("dataset", "worker", "forward", "training_step") and not in_worker:
             ready = ready and trainer.training
-        if where != kind.where or rank != victim or state["struck"] or not ready:
+        once = state["struck"] and kind.act is not fail  # an exception comes again: some are tried, and told later
+        if where != kind.where or rank != victim or once or not ready:
             return
+        if state["struck"]:
+            kind.act()
         state["struck"] = True
         (folder / "struck").write_text(str(time.monotonic()))
         kind.act()

@@ -41,8 +41,8 @@ class Measurement(Callback):
 
     def __init__(self, *, every_n_steps: int | None = None, num_warmup_steps: int = 2, prog_bar: bool = False) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("num_warmup_steps", num_warmup_steps)):
-            if value is not None and value < 0:
-                raise ConfigurationError(f"{name}={value} must not be negative.")
+            if not (type(value) is int and value >= 0) and (value is not None or name == "num_warmup_steps"):
+                raise ConfigurationError(f"{name}={value!r} must be an integer of at least 0.")
         self.every_n_steps = every_n_steps
         self.num_warmup_steps = num_warmup_steps
         self.prog_bar = prog_bar

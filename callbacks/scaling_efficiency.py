@@ -101,8 +101,10 @@ class ScalingEfficiency(Measurement):
         prog_bar: bool = False,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps, prog_bar=prog_bar)
-        if isinstance(tokens, str) and tokens != "auto":
-            raise ConfigurationError(f'tokens={tokens!r} must be "auto", a number for each sample, or a function.')
+        if not callable(tokens) and tokens != "auto" and not (type(tokens) is int and tokens > 0):
+            raise ConfigurationError(
+                f'tokens={tokens!r} must be "auto", a positive number for each sample, or a function.'
+            )
         for name, value in (("flops_per_sample", flops_per_sample), ("peak_flops", peak_flops)):
             if value != "auto" and (isinstance(value, str) or value <= 0):
                 raise ConfigurationError(f'{name}={value!r} must be "auto" or a positive number.')

@@ -105,8 +105,10 @@ class StepBreakdown(Measurement):
         advice: bool = True,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps, prog_bar=prog_bar)
-        if profile_every < 0:
-            raise ConfigurationError(f"profile_every={profile_every} must not be negative; 0 never profiles.")
+        if type(profile_every) is not int or profile_every < 0:
+            raise ConfigurationError(
+                f"profile_every={profile_every!r} must be an integer of at least 0, which never profiles."
+            )
         self.profile_every, self.advice = profile_every, advice
         self.adviser = Adviser()
         """Has all the advice that was given, on global rank 0."""

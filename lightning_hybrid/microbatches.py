@@ -68,6 +68,10 @@ def batch_size_of(batch: Any) -> int:
 
 def split_sizes(num_samples: int, num_microbatches: int) -> list[int]:
     """Return the sizes of micro-batches, as even as possible, larger ones first; never an empty one."""
+    if num_samples == 0:
+        raise ConfigurationError(
+            "The batch has 0 samples. Leave empty batches out in the sampler, or have the collate function join them."
+        )
     num = min(num_samples, num_microbatches)
     small, rest = divmod(num_samples, num)
     return [small + (i < rest) for i in range(num)]

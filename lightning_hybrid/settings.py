@@ -53,8 +53,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"None or one of torch's backends ({', '.join(b for b in Backend.backend_list if b != 'undefined')})",
     ),
     "timeout": (
-        lambda value: value is None or isinstance(value, timedelta),
-        "a datetime.timedelta, such as timedelta(minutes=30), or None",
+        lambda value: value is None or (isinstance(value, timedelta) and value > timedelta(0)),
+        "a positive datetime.timedelta, such as timedelta(minutes=30), or None",
     ),
 }
 

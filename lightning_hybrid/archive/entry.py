@@ -240,7 +240,9 @@ class Entry:
         """
         try:
             document: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
+        except RecursionError as error:
+            raise ArchiveError("it is not JSON of an entry: lists or objects are nested too deeply") from error
+        except ValueError as error:
             raise ArchiveError(f"it is not JSON ({error})") from error
         if not isinstance(document, dict) or type(document.get("schema")) is not int:
             raise ArchiveError('it is not an archive entry (no integer "schema")')

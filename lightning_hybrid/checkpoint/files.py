@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import zipfile
 from functools import wraps
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ from lightning_hybrid.checkpoint.whole import (
 )
 from lightning_hybrid.errors import CheckpointError
 
+#: What torch says of files that it cannot read at all; objects that it does not trust are another matter.
+_DAMAGED = re.compile("EOFError|PytorchStreamReader|invalid load key|Ran out of input|truncated|Unsupported operand")
+
 __all__ = ["load_from_directories", "read_checkpoint", "write_file"]
 
 
@@ -37,9 +42,22 @@ def read_checkpoint(path: Any, checkpoint_io: CheckpointIO, weights_only: bool |
 
     Raises:
         FileNotFoundError: if there is no such file.
+        CheckpointError: if it is no checkpoint, or a damaged one.
     """
     if is_directory(path):
         return read_directory(path, weights_only)
+    try:
+        return _read_file(path, checkpoint_io, weights_only)
+    except (EOFError, RuntimeError, UnpicklingError) as error:
+        if _DAMAGED.search(f"{type(error).__name__} {error}"):
+            raise CheckpointError(
+                f"{path} is no checkpoint, or a damaged one ({str(error).splitlines()[0] if str(error) else 'empty'})."
+                " Use another one: lightning_hybrid.latest_checkpoint(folder) finds the newest that is whole."
+            ) from error
+        raise
+
+
+def _read_file(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
     ordinary = type(checkpoint_io) is TorchCheckpointIO
     if ordinary and os.path.isfile(path) and zipfile.is_zipfile(path):
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "per_node", "link", "network"):
-            if getattr(self, name) <= 0:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r} of a cluster must be positive.")
+            value, whole = getattr(self, name), name in ("num_devices", "per_node")
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value > 0:
+                kind = "integer" if whole else "number"
+                raise ConfigurationError(f"{name}={value!r} of a cluster must be a positive {kind}.")
 
     @classmethod
     def named(
@@ -118,8 +120,16 @@ class Cluster:
         device, measured = rest.pop("device", None), rest.pop("measured", None)
         if not isinstance(device, (str, dict)):
             raise ValueError('"device" is missing')
-        known = find_gpu(device) if isinstance(device, str) else Gpu(**device)
-        nodes = cls._of(known, int(rest.pop("num_devices")), **rest)
+        if measured is not None and not isinstance(measured, dict):
+            raise ValueError(f'"measured" is {measured!r}, not an object')
+        if missing := {"num_devices", *rest} - {"num_devices", "per_node", "link", "network_gbits"}:
+            raise ValueError(f"it has unknown keys: {', '.join(sorted(missing))}")
+        for name in ("per_node", "link", "network_gbits", "num_devices"):
+            value = rest.get(name)
+            if name in rest and (isinstance(value, bool) or not isinstance(value, (int, float, type(None)))):
+                raise ValueError(f'"{name}" is {value!r}, not a number')
+        known = find_gpu(device) if isinstance(device, str) else _gpu_of(device)
+        nodes = cls._of(known, rest.pop("num_devices"), **rest)
         return replace(nodes, measured=Measured.from_document(measured)) if measured else nodes
 
     @classmethod
@@ -163,3 +173,13 @@ class Cluster:
         if self.num_nodes > 1:
             text += f", {self.network * 8:.0f} Gbit/s between nodes"
         return text + ("" if self.measured is None else "; links measured")
+
+
+def _gpu_of(values: Mapping[str, Any]) -> Gpu:
+    """Return the device with these fields."""
+    known = {one.name: one.default is MISSING for one in fields(Gpu)}
+    missing = [name for name, is_needed in known.items() if is_needed and name not in values]
+    unknown = [name for name in values if name not in known]
+    if missing or unknown:
+        raise ValueError(f'"device" lacks {missing or "nothing"}, and has unknown fields {unknown or "none"}')
+    return Gpu(**values)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from lightning_hybrid.errors import ConfigurationError
 
-__all__ = ["GPUS", "Gpu", "find_gpu"]
+__all__ = ["PRECISIONS", "GPUS", "Gpu", "find_gpu"]
 
 #: Share of the peak of the best matrix product where none was measured: between an H100's 0.80 and an MI325X's 0.60.
 UNMEASURED_MATMUL = 0.75
@@ -77,6 +77,8 @@ _WIDER = {
     "fp16": ("fp16", "bf16", "fp32"),
     "fp32": ("fp32",),
 }
+#: Data types of matrix products that the planner knows.
+PRECISIONS = tuple(_WIDER)
 
 
 _TABLE = """

@@ -120,6 +120,10 @@ class ModelProfile:
         """
         if num_heads < 1 or hidden_size < 1:
             raise ConfigurationError(f"hidden_size={hidden_size} and num_heads={num_heads} must be at least 1.")
+        if head_dim is None and hidden_size % num_heads:
+            raise ConfigurationError(
+                f"hidden_size={hidden_size} is not divisible by num_heads={num_heads}; give head_dim."
+            )
         head_dim, ffn_size = head_dim or hidden_size // num_heads, 4 * hidden_size if ffn_size is None else ffn_size
         kv_heads = num_kv_heads or num_heads
         share = num_active_experts / num_experts

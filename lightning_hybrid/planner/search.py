@@ -17,6 +17,7 @@ from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.planner.cluster import Cluster
 from lightning_hybrid.planner.constants import FITTED, Constants
+from lightning_hybrid.planner.gpus import PRECISIONS
 from lightning_hybrid.planner.profile import ModelProfile
 from lightning_hybrid.planner.rules import MEMORY_SHARE, advise, first_problem, preference
 from lightning_hybrid.planner.setup import Setup, describe
@@ -165,6 +166,8 @@ def plan(
     """
     if global_batch < 1:
         raise ConfigurationError(f"global_batch={global_batch} must be at least 1.")
+    if precision not in PRECISIONS:
+        raise ConfigurationError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}.")
     known = measured or {}
     parallel = not compile if sequence_parallel is None else sequence_parallel
     options = {"precision": precision, "sequence_parallel": parallel, "fused": compile}
