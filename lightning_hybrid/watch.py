@@ -36,7 +36,7 @@ from lightning_hybrid.sent_bytes import sent_and_received
 from lightning_hybrid.watch_hub import Hub, Wire, how_it_ended, keep_alive, of_lost
 from lightning_hybrid.whereabouts import Whereabouts, frames_of, frames_of_traceback, look
 
-__all__ = ["Watch", "start_watch"]
+__all__ = ["Watch", "start_watch", "suspect"]
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +125,18 @@ class Watch:
         if self.rank == self.first.scribe:
             self.say_once(self.first)
         return PeerFailedError(self.first)
+
+    def suspect(self, error: BaseException | None) -> None:
+        """Say that this rank will fail, but goes on for now; or, with ``None``, that all know by now.
+
+        If others wait in vain meanwhile, that is the first cause.
+        """
+        if error is None:
+            self._wire.send(kind="withdraw")
+        else:
+            place, where = self._place(self.rank), look(frames_of_traceback(error))
+            failure = Failure.of(error, rank=self.rank, place=place, action=where.action)
+            self._wire.send(kind="suspect", failure=failure.to_dict())
 
     @property
     def has_left(self) -> bool:
@@ -309,6 +321,12 @@ def start_watch(strategy: Any) -> Watch | None:
         )
         watch.children = getattr(strategy.launcher, "kill_all", watch.children)
     return watch
+
+
+def suspect(error: BaseException | None) -> None:
+    """See :meth:`Watch.suspect`; of the run of this process, where one is watched."""
+    for watch in list(_open):
+        watch.suspect(error)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,8 @@ MOST_BYTES = 1 << 20
 LOST = "the connection to it was lost: its process has ended, or its machine cannot be reached"
 #: Seconds for which a broken connection may be the consequence of something that is not known yet.
 PATIENCE = 3.0
+#: Seconds of waiting after which a failure that was to be told later is told now.
+SUSPICION = 6.0
 #: Seconds in which all ranks may send what they are doing.
 REPORTING = 2.0
 
@@ -110,6 +112,7 @@ class Hub(threading.Thread):
         self._is_over = False
         self._first: Failure | None = None
         self._consequence: tuple[float, Failure] | None = None
+        self._suspects: dict[int, Failure] = {}
         self._stall: tuple[float, str, _Member] | None = None
         self._warned = False
         self.sockets: list[socket.socket] = [self._listener]
@@ -190,6 +193,10 @@ class Hub(threading.Thread):
                 self._decide(failure)
             elif self._consequence is None:
                 self._consequence = (time.monotonic(), failure)
+        elif kind == "suspect":
+            self._suspects[member.rank] = Failure.read(message["failure"])
+        elif kind == "withdraw":
+            self._suspects.pop(member.rank, None)
         elif kind == "left":
             member.state = "left"
             self._is_over |= member.rank == 0
@@ -243,7 +250,9 @@ class Hub(threading.Thread):
         idle = [now - member.idle_since for member in here if member.idle_since is not None]
         # who does not wait keeps the others waiting; else whoever began to wait first waits for something impossible
         suspect = min(here, key=lambda m: (m.waits_since is not None, m.waits_since or 0.0, m.rank))
-        if self._limit is not None and longest > self._limit:
+        if self._suspects and longest > SUSPICION:
+            self._decide(next(iter(self._suspects.values())))
+        elif self._limit is not None and longest > self._limit:
             self._ask(now, f"some ranks have waited for others for {longest:.0f} s", suspect)
         elif self._deadlock is not None and len(idle) == len(here) and min(idle) > self._deadlock:
             why = f"all ranks wait for each other, and nothing has been sent or computed for {min(idle):.0f} s"

@@ -24,6 +24,7 @@ from lightning_hybrid.pipeline.schedule import Action, Kind, ScheduleSpec
 from lightning_hybrid.pipeline.stage import Cut, StageRun
 from lightning_hybrid.pipeline.torch_schedules import backward_of_inputs, backward_of_weights
 from lightning_hybrid.pipeline.whole_batch import WholeBatch
+from lightning_hybrid.watch import suspect
 
 __all__ = ["PipelineRank", "StepInputs"]
 
@@ -127,6 +128,8 @@ class PipelineRank:
             raise
         self._flights.clear()
         self._whole = None
+        if self._failures:
+            suspect(None)
         if self._failures and inputs.on_failure is not None:
             inputs.on_failure(self._failures[0])
 
@@ -191,6 +194,7 @@ class PipelineRank:
                 raise
             self._place(error)
             self._failures.append(error)
+            suspect(error)  # ranks that split these blocks with this one wait for it
 
     def _place(self, error: Exception) -> None:
         place = f"while pipeline rank {self.rank} ran action {self.now} (stage, kind, micro-batch)"

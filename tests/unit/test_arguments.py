@@ -21,7 +21,7 @@ from lightning_hybrid.pipeline.blocks import list_blocks
         ({"blocks": 3}, r"blocks=3 must be the name of a list"),
         ({"blocks": ["a", 3]}, r"blocks=\['a', 3\] must be"),
         ({"tp_plan": "colwise"}, r"tp_plan='colwise' must be a dict"),
-        ({"timeout": 30}, r"timeout=30 must be a datetime.timedelta"),
+        ({"timeout": 30}, r"timeout=30 must be a positive datetime.timedelta"),
         ({"archive": 5}, r"archive=5 must be a folder"),
         ({"process_group_backend": "mpi2"}, r"process_group_backend='mpi2' must be None or one of .*gloo, nccl"),
         ({"unbatched": "mask"}, r"unbatched='mask' must be a list of names"),
