@@ -73,6 +73,10 @@ class _Enter(torch.autograd.Function):
         return (None,) * (3 + len(gradients))
 
 
+def _receive_nothing(local: list[Tensor]) -> list[Tensor]:
+    raise PipelineError("A stage that was through with a micro-batch was asked for its input again.")
+
+
 @dataclass(kw_only=True)
 class StageRun:
     """One stage's way through the step on one micro-batch."""
@@ -148,8 +152,10 @@ class StageRun:
         return real
 
     def forget(self) -> None:
-        """Let go of the tensors, once the backward is over: the graph's node that they came from refers to this run."""
+        """Let go of everything, once the backward is over: the graph's node that the tensors came from refers to this
+        run, and no garbage collection sees cycles through the graph (the whole module would outlive its ``fit``)."""
         self.inputs, self.received, self.gradients = [], [], []
+        self.receive = _receive_nothing
         self._substitutes.clear()
 
     def substitute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
