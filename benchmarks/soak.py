@@ -10,6 +10,7 @@ import argparse
 import gc
 import os
 import resource
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ def _fit(degrees: tuple[int, int, int], steps: int, callbacks: list[Any]) -> Non
         max_steps=steps,
         callbacks=callbacks,
         logger=False,
+        default_root_dir=tempfile.gettempdir(),  # of pictures
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
