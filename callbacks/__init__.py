@@ -5,7 +5,8 @@ if __name__ != "lightning_hybrid.callbacks":  # a top-level `callbacks` would sh
 
 from lightning_hybrid.callbacks.bubble_ratio import BubbleRatio
 from lightning_hybrid.callbacks.config_archive import ConfigArchive
+from lightning_hybrid.callbacks.finite_gradients import FiniteGradients
 from lightning_hybrid.callbacks.scaling_efficiency import ScalingEfficiency
 from lightning_hybrid.callbacks.step_breakdown import StepBreakdown
 
-__all__ = ["BubbleRatio", "ConfigArchive", "ScalingEfficiency", "StepBreakdown"]
+__all__ = ["BubbleRatio", "ConfigArchive", "FiniteGradients", "ScalingEfficiency", "StepBreakdown"]

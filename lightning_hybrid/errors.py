@@ -7,6 +7,7 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "HybridError",
+    "NonFiniteError",
     "PipelineError",
     "ProbeError",
     "UnsupportedError",
@@ -39,3 +40,7 @@ class ArchiveError(HybridError, RuntimeError):
 
 class ProbeError(HybridError, RuntimeError):
     """Devices and links could not be measured; the message has what failed first, and on which rank."""
+
+
+class NonFiniteError(HybridError, ArithmeticError):
+    """A loss or a gradient is NaN or infinite. Raised on all ranks by ``FiniteGradients``."""

@@ -18,7 +18,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_hybrid import Hybrid3DStrategy, ReplicaSync
 from lightning_hybrid.archive import Archive, Entry
-from lightning_hybrid.callbacks import BubbleRatio, ConfigArchive, ScalingEfficiency, StepBreakdown
+from lightning_hybrid.callbacks import BubbleRatio, ConfigArchive, FiniteGradients, ScalingEfficiency, StepBreakdown
 from lightning_hybrid.checkpoint.files import read_checkpoint
 from lightning_hybrid.layout import Layout, resolve_layout
 from lightning_hybrid.microbatches import BatchSplitter
@@ -82,6 +82,7 @@ GROUPS: dict[str, Callable[[Any, Path], Any]] = {
     "BubbleRatio": lambda given, _: BubbleRatio(**given),
     "ScalingEfficiency": lambda given, _: ScalingEfficiency(**given),
     "ConfigArchive": lambda given, _: ConfigArchive(**given),
+    "FiniteGradients": lambda given, _: FiniteGradients(**given),
     "schedule": lambda given, _: find_schedule(given),
     "schedule file": _written(find_schedule, "mine.csv"),
     "entry": lambda given, _: Entry.from_json(given),
@@ -172,6 +173,8 @@ _CALLBACKS: list[Input] = [
     ],
     *_each("StepBreakdown", "profile_every", [-1, "never"], "profile_every"),
     *_each("ScalingEfficiency", "tokens", ["words", -3], "auto"),
+    *_each("FiniteGradients", "action", ["ignore", None], "skip"),
+    *_each("FiniteGradients", "most_in_a_row", [0, 1.5], "at least 1"),
     ("ConfigArchive", {"url": "nosuchprotocol://x"}, ("nosuchprotocol", "cannot open")),
 ]
 
