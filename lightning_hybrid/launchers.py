@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import subprocess
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_hybrid.failing import failing_together, kill_all, run_together, watch_children
@@ -113,16 +116,24 @@ class HybridMultiProcessingLauncher(_Restartable, _MultiProcessingLauncher):
     @override
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
         callbacks = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}  # on all ranks
-        self._states = {"callbacks": callbacks, "progress": trainer.fit_loop.state_dict()}
         # the base class asks the module, which holds this rank's part only; the strategy gathers all parts
         strategy: Any = self._strategy
         whole = strategy.whole_state()
+        self._states = {"callbacks": callbacks, "progress": trainer.fit_loop.state_dict(), "keys": list(whole)}
         module = trainer.lightning_module
         module.__dict__["state_dict"] = lambda *args, **kwargs: whole
         try:
             return super()._collect_rank_zero_results(trainer, results)
         finally:
             del module.__dict__["state_dict"]
+
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        module = trainer.lightning_module
+        if worker_output.weights_path is not None and is_overridden("configure_model", module):
+            with suppress(Exception):  # it may need a device mesh, or a device, that is not there; see what follows
+                module.configure_model()
+        super()._recover_results_in_main_process(worker_output, trainer)
 
     @override
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
@@ -135,6 +146,14 @@ class HybridMultiProcessingLauncher(_Restartable, _MultiProcessingLauncher):
         super().update_main_process_results(trainer, extra)
         states = torch.load(io.BytesIO(extra["states"]), weights_only=False)  # of our own child
         trainer.fit_loop.load_state_dict(states["progress"])
+        module = trainer.lightning_module
+        there = {key for key, value in module.state_dict().items() if not getattr(value, "is_meta", False)}
+        if lost := sorted(set(states["keys"]) - there):
+            rank_zero_warn(
+                f"{type(module).__name__} was built in the processes that were started (configure_model), and has no"
+                f" {lost[0]} (and {len(lost) - 1} others) here. To use what was trained, call"
+                f" {type(module).__name__}.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)."
+            )
         for callback in trainer.callbacks:
             if state := states["callbacks"].get(callback.state_key):
                 if isinstance(callback, ModelCheckpoint):

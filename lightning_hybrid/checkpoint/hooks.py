@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -20,7 +21,7 @@ from lightning_hybrid.checkpoint.consolidate import (
     scatter_model_state,
     scatter_optimizer_state,
 )
-from lightning_hybrid.checkpoint.directory import divide, on_first, refuse_shards, write_directory
+from lightning_hybrid.checkpoint.directory import as_shares, divide, on_first, refuse_shards, write_directory
 from lightning_hybrid.checkpoint.files import read_checkpoint, write_file
 from lightning_hybrid.checkpoint.loader_states import add_loader_states, take_loader_states
 from lightning_hybrid.checkpoint.partial_states import warn_of_partial_states
@@ -116,9 +117,16 @@ class CheckpointHooks(AxisCollectives):
         """See :func:`~lightning_hybrid.checkpoint.consolidate.gather_model_state`."""
         self.refuse_apart("trainer.save_checkpoint, or the whole module's state,")
         assert self.lightning_module is not None
+        if self._is_main_process_only:
+            return self.lightning_module.state_dict()
         return gather_model_state(
             self.lightning_module, self._keys, self._mesh, in_place=in_place, holds=self._is_saved
         )
+
+    @property
+    def _is_main_process_only(self) -> bool:
+        """Whether this process has started others, which have ended, and has been handed the whole weights."""
+        return self._part is None and not dist.is_initialized()
 
     @property
     def _is_saved(self) -> bool:
@@ -171,6 +179,16 @@ class CheckpointHooks(AxisCollectives):
             CheckpointError: on every rank, with the first cause; what was at the path is as it was.
         """
         path = absolute(self.broadcast(filepath))
+        if self._is_main_process_only:
+            rank_zero_warn(
+                f"{path} has no optimizer states: they were in the processes that fit or validate had started, and"
+                " ended with them. ModelCheckpoint saves all, to resume from."
+            )
+            if self._is_sharded:
+                write_directory(as_shares(checkpoint), path)
+            else:
+                write_file(checkpoint, path, self.checkpoint_io, storage_options)
+            return
         refuse_shards(checkpoint)
         if self._is_sharded and (storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO):
             raise CheckpointError(

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.checkpoint.directory import read_directory
 from tests.distributed.equality import QUIET
 from tests.distributed.test_equality import ROWS, SGDGPT
 from tests.ranks import free_port, processes_of, run_ranks
@@ -120,8 +122,48 @@ def test_fork_hands_back_what_a_script_would_have(whole_norm: float, tmp_path: P
     assert best.best_model_score <= trainer.callback_metrics["train_loss"]
     assert Path(best.best_model_path).is_file()
     assert Path(best.last_model_path).is_file()
+    with pytest.warns(UserWarning, match="has no optimizer states"):
+        trainer.save_checkpoint(tmp_path / "weights.ckpt")
+    saved = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(value, saved[key]) for key, value in module.state_dict().items())
+    forget_environment()
+
+
+def forget_environment() -> None:
     for name in ("MASTER_PORT", "MASTER_ADDR", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
+
+
+class Late(L.LightningModule):
+    """Built in configure_model: the process that starts the others does not build it to train."""
+
+    def __init__(self, *, needs_mesh: bool) -> None:
+        super().__init__()
+        self.layer, self.needs_mesh = None, needs_mesh
+
+    def configure_model(self) -> None:
+        if self.layer is None and (not self.needs_mesh or self.device_mesh.size()):
+            self.layer: Any = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("needs_mesh", [False, True])
+def test_fork_hands_back_what_configure_model_built(needs_mesh: bool, tmp_path: Path) -> None:
+    strategy = Hybrid3DStrategy(2, 1, 1, archive=None, start_method="fork", save_distributed_checkpoint=True)
+    trainer = L.Trainer(devices=2, strategy=strategy, max_steps=1, **QUIET)
+    module = Late(needs_mesh=needs_mesh)
+    with warnings.catch_warnings(record=True) as said:
+        trainer.fit(module, DataLoader(torch.ones(8, 4), batch_size=2))
+    forget_environment()
+    assert any("has no layer.bias (and 1 others) here" in str(w.message) for w in said) is needs_mesh
+    if not needs_mesh:
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        assert torch.equal(read_directory(tmp_path / "a.ckpt")["state_dict"]["layer.bias"].whole(), module.layer.bias)
 
 
 def test_the_strategy_has_names(whole_norm: float) -> None:
