@@ -294,8 +294,6 @@ def gather_optimizer_state(
     for name_and_key, value in found.items():
         if isinstance(value, Share):
             value.key = ".".join(map(str, name_and_key))
-            if not isinstance(optimizer, Optimizer):  # what changes it does not wait for copies, as steps do
-                value.source = None
     position = {name: i for i, name in enumerate(name for group in whole for name in group)}
     per_parameter = {key[0]: value for key, value in found.items() if len(key) == 1}
     for name, key in sorted((key for key in found if len(key) == 2), key=lambda key: position[key[0]]):

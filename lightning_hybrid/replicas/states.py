@@ -14,6 +14,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid.checkpoint.consolidate import (
     gather_model_state,
@@ -22,6 +23,7 @@ from lightning_hybrid.checkpoint.consolidate import (
     scatter_optimizer_state,
 )
 from lightning_hybrid.checkpoint.format import ENTRY
+from lightning_hybrid.checkpoint.tensors import Share
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.replicas.window import Replicas, local
 
@@ -55,6 +57,9 @@ def add_replica_states(checkpoint: dict[str, Any], strategy: Any) -> None:
     outer = None
     if replicas.outer is not None:
         outer = gather_optimizer_state(_as_optimizer(replicas), module, keys, mesh, in_place=strategy._is_sharded)
+        for share in tree_leaves(outer):
+            if isinstance(share, Share):
+                share.source = None  # to be copied at once: an exchange does not wait for copies, as steps do
     checkpoint.setdefault(ENTRY, {})[KEY] = {
         "number": number,
         "interval": replicas.options.interval,
