@@ -24,7 +24,7 @@ import lightning as L
 from torch.utils.data import DataLoader
 
 from benchmarks.peers import machine
-from benchmarks.work import BATCH_SIZE, NUM_MICROBATCHES, LitGPT, rows
+from benchmarks.work import BATCH_SIZE, NUM_MICROBATCHES, NUM_STEPS, LitGPT, rows
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import BubbleRatio, ConfigArchive, ScalingEfficiency, StepBreakdown
 from lightning_hybrid.callbacks.measurement import Measurement
@@ -74,7 +74,7 @@ class Switch(L.Callback):
                     setattr(callback, name, lambda *args, **kwargs: None)
 
 
-def measure(axis: str, num_pairs: int, stretch: int) -> None:
+def measure(axis: str, stretch: int) -> None:
     """Run, and print all steps of rank 0 as a line of JSON."""
     L.seed_everything(0, verbose=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +97,7 @@ def measure(axis: str, num_pairs: int, stretch: int) -> None:
             accelerator="cpu",
             devices=2,
             strategy=strategy,
-            max_steps=2 * num_pairs * stretch + 1,
+            max_steps=NUM_STEPS,
             log_every_n_steps=stretch,
             callbacks=[switch, *callbacks],
             default_root_dir=folder,
@@ -105,7 +105,6 @@ def measure(axis: str, num_pairs: int, stretch: int) -> None:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            max_epochs=-1,
         )
         trainer.fit(LitGPT(), DataLoader(rows(), batch_size=BATCH_SIZE // sizes["data_parallel_size"]))  # type: ignore[arg-type]
         if trainer.is_global_zero:
@@ -153,10 +152,11 @@ def main() -> None:
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.measure:
-        measure(chosen.measure, chosen.pairs, chosen.stretch)
+        measure(chosen.measure, chosen.stretch)
         return
     print(", ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "."}
+    num_steps = 2 * (chosen.pairs + 1) * chosen.stretch + 1
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ".", "WORK_STEPS": str(num_steps)}
     numbers = ["--pairs", str(chosen.pairs + 1), "--stretch", str(chosen.stretch)]
     worst = 0.0
     for axis in chosen.axes:
