@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing_extensions import override
 from lightning_hybrid.callbacks.adviser import Adviser
 from lightning_hybrid.callbacks.loggers import show
 from lightning_hybrid.callbacks.measurement import Measurement, has_marks
+from lightning_hybrid.callbacks.step_trace import write_trace
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.metrics.advice import Figures, links_of
@@ -87,9 +89,12 @@ class StepBreakdown(Measurement):
             profiles: collectives inside of actions then count as ``compute``.
 
         advice: whether to give advice.
+        trace: file to which each profiled step is written (the newest stays), for https://ui.perfetto.dev or
+            ``chrome://tracing``; ``.json``, or ``.json.gz``. One process for each rank, with its actions and waits, its
+            exposed communication and, for the ranks of the first data rank, its longest 4,000 operators.
 
     Raises:
-        ConfigurationError: if a number is negative.
+        ConfigurationError: if a number is negative, or a trace is asked for and no step profiled.
     """
 
     in_prog_bar = ("step/time_s",)
@@ -103,13 +108,16 @@ class StepBreakdown(Measurement):
         prog_bar: bool = False,
         profile_every: int = 10,
         advice: bool = True,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, num_warmup_steps=num_warmup_steps, prog_bar=prog_bar)
         if type(profile_every) is not int or profile_every < 0:
             raise ConfigurationError(
                 f"profile_every={profile_every!r} must be an integer of at least 0, which never profiles."
             )
-        self.profile_every, self.advice = profile_every, advice
+        if trace is not None and not profile_every:
+            raise ConfigurationError(f"trace={os.fspath(trace)!r} is of a profiled step; give profile_every 1 or more.")
+        self.profile_every, self.advice, self.trace = profile_every, advice, trace
         self.adviser = Adviser()
         """Has all the advice that was given, on global rank 0."""
         self.breakdowns: list[Breakdown] = []
@@ -131,9 +139,11 @@ class StepBreakdown(Measurement):
     def on_step(self, trainer: Trainer, step: RecordedStep) -> None:
         if self.is_due(trainer, step.index):
             with self.recorder(trainer).measuring():
-                exposed = None if self._sample is None else self._sample.stop()
-                self._sample = None
+                sample, self._sample = self._sample, None
+                exposed = None if sample is None else sample.stop()
                 self._measure(trainer, step, exposed)
+                if sample is not None and exposed is not None and self.trace is not None:
+                    write_trace(self.trace, trainer.strategy, step, exposed, sample.events)
         if self.is_due(trainer, step.index + 1) and self.profile_every and not self._num_measured % self.profile_every:
             with self.recorder(trainer).measuring():
                 strategy: Any = trainer.strategy

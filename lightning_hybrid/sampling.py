@@ -34,6 +34,8 @@ class StepSample:
     def __init__(self, device: torch.device, axes: Collection[str]) -> None:
         self._cuda, self._axes = device.type == "cuda", tuple(axes)
         self._profile: profile | None = None
+        self._events: list[Event] = []
+        self._shift = 0.0
 
     def start(self) -> bool:
         """Begin. Returns whether it did: a profiler of the user's, or another sample, may be running already."""
@@ -61,6 +63,7 @@ class StepSample:
         with _quiet_kineto():
             self._profile.stop()
         events, self._profile = self._read(self._profile), None
+        self._events, self._shift = events, (shift := _unix_to_perf_counter())
         anchor = next((event for event in events if event.name == _ANCHOR), None)
         if anchor is None:
             return []
@@ -68,8 +71,13 @@ class StepSample:
             spans = exposed_on_device(events, axes=self._axes)
         else:
             spans = exposed_on_cpu(events, anchor.thread, axes=self._axes)
-        shift = _unix_to_perf_counter()
         return [Span(part, start + shift, end + shift) for part, start, end in spans]
+
+    @property
+    def events(self) -> list[Event]:
+        """All operators and kernels of the step that ended last, on the clock of ``time.perf_counter``."""
+        shift = self._shift
+        return [event._replace(start=event.start + shift, end=event.end + shift) for event in self._events]
 
     def cancel(self) -> None:
         """End without reading anything (training ended before the step did)."""

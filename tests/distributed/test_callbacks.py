@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import os
 import statistics
@@ -194,8 +195,8 @@ def test_csv_and_one_wandb_run_hold_the_values(run_ranks: Ranks, tmp_path: Path)
 class EveryStep(StepBreakdown):
     """Breaks each recorded step down by itself, beside a clock of its own from one optimizer step's end to the next."""
 
-    def __init__(self) -> None:
-        super().__init__(every_n_steps=100)  # only the first measurement, at step 4
+    def __init__(self, trace: Path) -> None:
+        super().__init__(every_n_steps=100, trace=trace)  # only the first measurement, at step 4
         self.ends: list[float] = []
         self.found: list[tuple[float, float, float]] = []
 
@@ -225,7 +226,7 @@ class EveryStep(StepBreakdown):
 
 
 def run_in_3d(rank: int, folder: Path) -> tuple[dict[str, float], list[tuple[float, float, float]]]:
-    callback = EveryStep()
+    callback = EveryStep(folder / "new" / "trace.json")
     trainer = build_trainer((2, 2, 2), folder, [callback], max_steps=7)
     trainer.fit(Words([Block(16) for _ in range(4)]), loader(28))
     return callback.latest, callback.found
@@ -247,6 +248,22 @@ def test_every_axis_has_its_communication_and_the_parts_add_up(run_ranks: Ranks,
             assert known < clock
     known_shares = [known / clock for _, steps in results for _, known, clock in steps]
     assert max(known_shares) > 0.5  # it is not "other" that makes them add up
+
+    events = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {  # rank 0 has the last stage
+        rank: f"stage {1 - rank // 4}, data {rank // 2 % 2}, tensor {rank % 2}" for rank in range(8)
+    }
+    boxes = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 for event in boxes)
+    for rank in range(8):  # four micro-batches, each on clocks that agree: no message arrives before it was sent
+        assert sum(event["pid"] == rank and event["name"].startswith("forward ") for event in boxes) == 4
+        assert any(event["pid"] == rank and event["tid"] == 1 for event in boxes)  # exposed communication
+        assert any(event["pid"] == rank and event["tid"] >= 10 for event in boxes) == (rank // 2 % 2 == 0)  # operators
+    sent = {event["id"]: event["ts"] for event in events if event["ph"] == "s"}
+    received = {event["id"]: event["ts"] for event in events if event["ph"] == "f"}
+    assert sent.keys() == received.keys() and len(sent) == 4 * 4 * 2
+    assert all(received[number] >= sent[number] for number in sent)
 
 
 # ---- a pipeline that only sleeps ------------------------------------------------------------------------------------
