@@ -42,6 +42,7 @@ CURVES: dict[str, Any] = {
     "H = 32, average": {"interval": 32, **OPEN},
     "H = 8, DiLoCo": {"interval": 8, "method": "diloco", **OPEN},
     "H = 32, DiLoCo": {"interval": 32, "method": "diloco", **OPEN},
+    "H = 32, DiLoCo, momentum 0.5": {"interval": 32, "method": "diloco", "outer_momentum": 0.5, **OPEN},
 }
 
 
@@ -81,8 +82,11 @@ def learn(rank: int, sync: Any, num_steps: int, width: int) -> list[tuple[int, f
 
 
 def loss(out: Path, num_steps: int, width: int) -> None:
-    found: dict[str, Any] = {}
+    """Train and write each curve that the file lacks."""
+    found: dict[str, Any] = json.loads(out.read_text())["curves"] if out.exists() else {}
     for name, sync in CURVES.items():
+        if name in found:
+            continue
         start = time.monotonic()
         found[name] = run_ranks(NUM_REPLICAS, learn, sync, num_steps, width, timeout=6000)[0]
         out.write_text(json.dumps({"width": width, "curves": found}))
@@ -93,12 +97,13 @@ def plot(curves: Path, out: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: a third of the file
     from matplotlib import pyplot
 
     document = json.loads(curves.read_text())
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
     for name, points in document["curves"].items():
-        style = "--" if "average," not in name and "DiLoCo" in name else "-"
+        style = ":" if "momentum" in name else "--" if "DiLoCo" in name else "-"
         color = {"1": "black", "8": "tab:blue", "32": "tab:orange"}[name.split("=")[1].split()[0].strip(",")]
         label = f"{name}: {points[-1][1]:.3f} at the end"
         axes.plot(*zip(*points, strict=True), style, color=color, label=label)
@@ -145,29 +150,34 @@ def slow_down(ranks: list[int], latency: float, bandwidth: float, counts: dict[s
 
 
 class StepTimes(L.Callback):
-    def __init__(self) -> None:
-        self.ends: list[float] = []
+    """Time, and what was waited and sent until then, at the end of each step; the closing at the end comes later."""
+
+    def __init__(self, counts: dict[str, float]) -> None:
+        self.counts = counts
+        self.ends: list[tuple[float, float, float]] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.ends.append(time.perf_counter())
+        self.ends.append((time.perf_counter(), self.counts["waited"], self.counts["bytes"]))
 
 
 def step_times(rank: int, sync: Any, num_steps: int, latency: float, bandwidth: float) -> tuple[float, float, float]:
-    """Per step, after 32: seconds, those of them spent waiting for the slow axis, and bytes. 2 replicas of 2 shards."""
+    """Per step, after 8: seconds, those of them spent waiting for the slow axis, and bytes. 2 replicas of 2 shards."""
     L.seed_everything(0, verbose=False)
     sizes = {"data_parallel_size": 4, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "replicate_size": 2}
-    times, counts = StepTimes(), {"bytes": 0.0, "waited": 0.0}
+    counts = {"bytes": 0.0, "waited": 0.0}
+    times = StepTimes(counts)
     trainer = L.Trainer(
         devices=4,
         strategy=Hybrid3DStrategy(**sizes, replica_sync=sync, archive=None),
-        max_steps=32 + num_steps,
+        max_steps=8 + num_steps,
         limit_val_batches=0,
-        callbacks=[times, SlowFrom(32, latency, bandwidth, counts)],
+        callbacks=[times, SlowFrom(8, latency, bandwidth, counts)],
         **QUIET,
     )
     windows = torch.randint(0, 256, (4096, CONTEXT_LENGTH + 1))
     trainer.fit(LitGPT(context_length=CONTEXT_LENGTH), DataLoader(windows, batch_size=2))  # type: ignore[arg-type]
-    return (times.ends[-1] - times.ends[31]) / num_steps, counts["waited"] / num_steps, counts["bytes"] / num_steps
+    seconds, waited, sent = ((b - a) / num_steps for a, b in zip(times.ends[7], times.ends[-1], strict=True))
+    return seconds, waited, sent
 
 
 class SlowFrom(L.Callback):
@@ -199,11 +209,11 @@ WAYS: dict[str, Any] = {
 }
 
 
-def link(rounds: int, num_steps: int, latency: float, bandwidth: float) -> None:
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in WAYS}
+def link(rounds: int, num_steps: int, latency: float, bandwidth: float, ways: list[str]) -> None:
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways or WAYS}
     for _ in range(rounds):
-        for name, sync in WAYS.items():
-            ranks = run_ranks(4, step_times, sync, num_steps, latency, bandwidth, timeout=600)
+        for name in found:
+            ranks = run_ranks(4, step_times, WAYS[name], num_steps, latency, bandwidth, timeout=600)
             seconds, waited = (statistics.fmean(rank[i] for rank in ranks) for i in (0, 1))
             found[name].append((seconds, waited, ranks[0][2]))
             print(name, f"{1e3 * seconds:.0f} ms, {1e3 * waited:.0f} of them waiting", flush=True)
@@ -211,7 +221,7 @@ def link(rounds: int, num_steps: int, latency: float, bandwidth: float) -> None:
     print("|---|---|---|---|---|")
     for name, runs in found.items():
         seconds, waited, num_bytes = (statistics.median(run[i] for run in runs) for i in range(3))
-        share = num_bytes / found["HSDP"][0][2]
+        share = num_bytes / found["HSDP"][0][2] if "HSDP" in found else 0.0
         print(f"| {name} | {1e3 * seconds:.0f} | {1e3 * waited:.0f} | {num_bytes:,.0f} | {share:.4f} |")
 
 
@@ -227,7 +237,8 @@ def main() -> None:
     drawing.add_argument("out", type=Path)
     slow = commands.add_parser("link")
     slow.add_argument("--rounds", type=int, default=3)
-    slow.add_argument("--steps", type=int, default=64)
+    slow.add_argument("--steps", type=int, default=32, help="a multiple of 32")
+    slow.add_argument("--ways", nargs="*", default=[], help=f"some of {list(WAYS)}; by default all")
     slow.add_argument("--latency", type=float, default=0.05, help="seconds")
     slow.add_argument("--bandwidth", type=float, default=2e6, help="bytes per second")
     arguments = parser.parse_args()
@@ -238,7 +249,7 @@ def main() -> None:
     elif arguments.command == "plot":
         plot(arguments.curves, arguments.out)
     else:
-        link(arguments.rounds, arguments.steps, arguments.latency, arguments.bandwidth)
+        link(arguments.rounds, arguments.steps, arguments.latency, arguments.bandwidth, arguments.ways)
 
 
 if __name__ == "__main__":

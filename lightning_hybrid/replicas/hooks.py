@@ -118,15 +118,18 @@ class ReplicaHooks(EvaluationHooks):
     @override
     def on_validation_start(self) -> None:
         module: Any = self.lightning_module
-        if not module.trainer.sanity_checking:
+        if self.replicas is not None and not module.trainer.sanity_checking:
             self.close_window("validation")
-        if self.replicas is not None and module.trainer.state.fn == TrainerFn.FITTING and not self._told:
+            self._tell_what_is_validated(module.trainer)
+        self._start_even()
+
+    def _tell_what_is_validated(self, trainer: Any) -> None:
+        if self.replicas is not None and trainer.state.fn == TrainerFn.FITTING and not self._told:
             whose = (
                 "each replica's own, on its own samples" if self.replicas.is_open else "those common to all replicas"
             )
             rank_zero_info(f"lightning_hybrid: the weights that are validated are {whose}")
             self._told = True
-        self._start_even()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from lightning_hybrid.buffers import SharedBuffers
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from lightning_hybrid.planner.replicas import propose_replica_sync
-from lightning_hybrid.replicas.exchange import Averager, Running
+from lightning_hybrid.replicas.exchange import Averager, Running, buckets_of
 from lightning_hybrid.replicas.options import EVENTS, ReplicaSync
 from lightning_hybrid.replicas.outer import OuterWeights
 
@@ -80,7 +80,7 @@ class Replicas:
         self._still = SharedBuffers(module, group, device, trained=self.trained.values)
         self.step = 0
         self.since = [0] * options.num_fragments
-        self._running: dict[int, tuple[Running, list[str]]] = {}
+        self._running: dict[int, list[tuple[list[str], Running]]] = {}
         self.is_restored = False
         self.notice_trained()
 
@@ -143,7 +143,10 @@ class Replicas:
         for fragment in range(number):
             if (self.step - self._offset(fragment)) % self.interval == 0:
                 self.meet(0)
-                self._start(fragment)
+                if delay:
+                    self._start(fragment)
+                else:
+                    self._exchange(fragment, self.options.mixing)
             if fragment in self._running and (self.step - delay - self._offset(fragment)) % self.interval == 0:
                 self._arrive(fragment, self.options.mixing)
         if self.step % self.interval == 0:
@@ -180,8 +183,7 @@ class Replicas:
             for fragment in sorted(self._running):
                 self._arrive(fragment, self.options.mixing)
             for fragment in (i for i, count in enumerate(self.since) if count):
-                self._start(fragment)
-                self._arrive(fragment, 0.0)
+                self._exchange(fragment, 0.0)
             self._average_still()
         self.step = 0
         return True
@@ -227,30 +229,44 @@ class Replicas:
         return (fragment + 1) * self.interval // len(self.since)
 
     def _start(self, fragment: int) -> None:
+        """Send a fragment off; its result is used later."""
+        self._running[fragment] = list(self._sent(fragment))
+
+    def _sent(self, fragment: int) -> Iterator[tuple[list[str], Running]]:
+        """Send a fragment piece by piece: what is made for a piece is free before the next, if it is waited for."""
         self._settle()
-        names = [name for name in self.trained if self._fragments(name) == fragment]
-        values = [local(self.trained[name]) for name in names]
-        if self.outer is not None:
-            values = [self.outer.difference(name, value) for name, value in zip(names, values, strict=True)]
-        self._running[fragment] = self._averager.start(values, [name in self._tied for name in names]), names
+        shares = {name: local(p) for name, p in self.trained.items() if self._fragments(name) == fragment}
+        for names in buckets_of(shares, self._tied):
+            values = [shares[name] for name in names]
+            if self.outer is not None:
+                values = [self.outer.difference(name, shares[name]) for name in names]
+            yield names, self._averager.start(values)
+
+    def _exchange(self, fragment: int, mixing: float) -> None:
+        """Exchange a fragment now."""
+        self._use(fragment, self._sent(fragment), mixing)
 
     def _average_still(self) -> None:
         """Buffers, and weights that no optimizer trains: those that have changed."""
         self._buffers.before_step(trains=False)
         self._still.average()
 
-    @torch.no_grad()
     def _arrive(self, fragment: int, mixing: float) -> None:
+        """Use what was sent some steps ago."""
         self._settle()
-        running, names = self._running.pop(fragment)
-        means = dict(zip(names, running.wait(), strict=True))
-        if self.outer is not None:
-            self.outer.step(means)
-        for name, mean in means.items():
-            own, common = local(self.trained[name]), mean if self.outer is None else self.outer[name]
-            common = common.to(own.device, own.dtype)
-            own.copy_(torch.lerp(common, own, mixing) if mixing else common)
-        self.since[fragment] = self.options.delay if mixing else 0
+        self._use(fragment, self._running.pop(fragment), mixing)
+
+    @torch.no_grad()
+    def _use(self, fragment: int, sent: Iterable[tuple[list[str], Running]], mixing: float) -> None:
+        for names, running in sent:
+            means = dict(zip(names, running.wait(), strict=True))
+            if self.outer is not None:
+                self.outer.step(means)
+            for name, mean in means.items():
+                own, common = local(self.trained[name]), mean if self.outer is None else self.outer[name]
+                common = common.to(own.device, own.dtype)
+                own.copy_(torch.lerp(common, own, mixing) if mixing else common)
+        self.since[fragment] = max(1, self.options.delay) if mixing else 0  # mixed weights are not the same on all
 
 
 class Trial:

@@ -83,6 +83,13 @@ def test_equals_a_simulation(layout: str) -> None:
             assert_equal(wanted[replica_of(rank, degrees)], found[name], ignores_mean=layout == "shards")
 
 
+def test_an_outer_step_of_one_at_every_step_averages_gradients() -> None:
+    """With plain SGD inside, which is linear: REPL-1 (a)."""
+    one = {"interval": 1, "method": "diloco", "outer_lr": 1.0, "outer_momentum": 0.0}
+    for averaged, gradients in run_ranks(NUM_REPLICAS, lambda rank: [train(LitReplica, {}, sync) for sync in (one, 1)]):
+        assert_equal(gradients, averaged, ignores_mean=True)
+
+
 def backwards(rank: int) -> Seen:
     right = OuterWeights.difference
     OuterWeights.difference = lambda *args: -right(*args)  # type: ignore[method-assign]

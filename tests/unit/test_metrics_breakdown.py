@@ -134,6 +134,12 @@ def test_sync_inside_of_the_optimizer_is_not_optimizer() -> None:
     }  # fmt: skip
 
 
+def test_an_exchange_of_replicas_inside_of_the_optimizer_is_theirs() -> None:
+    marks = [Mark("B", 0, 0, 0, 1), Mark("REPLICAS", -1, -1, 2, 4.5), Mark("OPTIMIZER", -1, -1, 1, 5)]
+    got = break_down(spans_of_marks(marks), start=0, end=5)
+    assert nonzero(dict(got.seconds)) == {"compute": 1, "communication_data_replicate": 2.5, "optimizer": 1.5}
+
+
 def test_idle_tail_of_a_stage_is_bubble_but_waiting_for_data_is_not() -> None:
     early = [Mark("B", 1, 0, 0, 1)]
     late = [Mark("B", 0, 0, 1, 4)]
