@@ -10,6 +10,7 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from lightning_hybrid.cli_archive import ARCHIVE_COMMANDS
+from lightning_hybrid.cli_check import check_command
 from lightning_hybrid.cli_plan import plan_command
 from lightning_hybrid.cli_probe import doctor_command, probe_command
 from lightning_hybrid.cli_report import report_command
@@ -19,6 +20,7 @@ from lightning_hybrid.errors import HybridError
 __all__ = ["convert_command", "main"]
 
 _ARCHIVE = "What earlier runs left in an archive of configurations."
+_CHECK = "Compares a module's first steps on several processes with one process."
 _CONVERT = "A checkpoint in another form: a plain .ckpt file, a directory, or safetensors."
 _DOCTOR = "What makes training fail or slow on this machine, and what to do; nothing is changed."
 _PROBE = "Measures devices and links; writes a cluster profile for the planner."
@@ -55,6 +57,9 @@ def _build_parser() -> ArgumentParser:
     convert.add_function_arguments(convert_command, as_group=False, as_positional=True, skip=set(flags))
     convert.add_argument("--weights_only", action="store_true", help="Leave out everything but the weights.")
     convert.add_argument("--trusted", action="store_true", help="Read objects of any class; that can run code.")
+    check = ArgumentParser(description=_CHECK)
+    check.add_function_arguments(check_command, as_group=False, as_positional=True)
+    groups.add_subcommand("check", check, help=_CHECK)
     groups.add_subcommand("plan", _plan_parser(), help=_PLAN)
     groups.add_subcommand(
         "probe", _flags_parser(_PROBE, probe_command, quick="Fewer sizes and repetitions."), help=_PROBE
@@ -149,6 +154,7 @@ def convert_command(
 
 
 _COMMANDS: dict[str, Callable[..., object]] = {
+    "check": check_command,
     "convert": convert_command,
     "plan": plan_command,
     "probe": probe_command,

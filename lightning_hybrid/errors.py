@@ -11,6 +11,7 @@ __all__ = [
     "PipelineError",
     "ProbeError",
     "UnsupportedError",
+    "VerificationError",
 ]
 
 
@@ -44,3 +45,7 @@ class ProbeError(HybridError, RuntimeError):
 
 class NonFiniteError(HybridError, ArithmeticError):
     """A loss or a gradient is NaN or infinite. Raised on all ranks by ``FiniteGradients``."""
+
+
+class VerificationError(HybridError, ArithmeticError):
+    """A step differs from the same step in one process. Raised on all ranks by ``Verify``."""

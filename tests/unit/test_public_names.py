@@ -27,6 +27,8 @@ PUBLIC = {
         "FiniteGradients",
         "ScalingEfficiency",
         "StepBreakdown",
+        "Verify",
+        "check",
     },
     "lightning_hybrid.errors": {
         "ArchiveError",
@@ -37,6 +39,7 @@ PUBLIC = {
         "PipelineError",
         "ProbeError",
         "UnsupportedError",
+        "VerificationError",
     },
 }
 

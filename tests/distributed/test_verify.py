@@ -1,0 +1,91 @@
+"""The self-check: silent where a run equals one process, a refusal on all ranks where it does not, and no trace."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.callbacks import Verify, check
+from lightning_hybrid.cli import main
+from lightning_hybrid.errors import VerificationError
+from lightning_hybrid.pipeline import step
+from tests.distributed.equality import QUIET
+from tests.distributed.test_equality import ROWS, SGDGPT
+from tests.ranks import run_ranks
+
+TRIPLES = [(2, 1, 1), (1, 2, 2)]
+
+
+def train(rank: int, triple: tuple[int, int, int], verify: bool, sabotage: bool = False) -> tuple[float, Any]:
+    L.seed_everything(0, verbose=False)
+    if sabotage:  # as if a sum over micro-batches were not divided
+        reduce_ = step.PipelineRank._roots
+        step.PipelineRank._roots = lambda self, flight: (  # type: ignore[method-assign]
+            (lambda roots: (roots[0], [g * 1.5 for g in roots[1]]))(reduce_(self, flight))
+        )
+    callback = Verify(num_steps=2)
+    module = SGDGPT(num_blocks=4, width=16, num_heads=4, context_length=16)
+    trainer = L.Trainer(
+        devices=math.prod(triple),
+        strategy=Hybrid3DStrategy(*triple, archive=None),
+        max_steps=3,
+        accumulate_grad_batches=2,
+        callbacks=[callback] if verify else [],
+        **QUIET,
+    )
+    trainer.fit(module, DataLoader(ROWS, batch_size=8 // triple[0], shuffle=True))
+    return float(trainer.callback_metrics["train_loss"]) + float(torch.rand(())), callback.compared
+
+
+@pytest.mark.parametrize("triple", TRIPLES, ids=str)
+def test_right_steps_are_let_through_without_a_trace(triple: tuple[int, int, int]) -> None:
+    (first, compared), *_ = run_ranks(math.prod(triple), train, triple, True)
+    assert len(compared) == 2
+    for values in compared:
+        for name in ("loss", "grad_norm"):
+            assert values[name][0] == pytest.approx(values[name][1], rel=1e-5)
+    if triple == TRIPLES[0]:
+        assert first == run_ranks(math.prod(triple), train, triple, False)[0][0]
+
+
+def refused(rank: int, triple: tuple[int, int, int]) -> str:
+    with pytest.raises(VerificationError) as caught:
+        train(rank, triple, True, sabotage=True)
+    return str(caught.value)
+
+
+def test_wrong_variant_wrong_gradients_are_refused_on_all_ranks() -> None:
+    first, second = run_ranks(2, refused, (1, 1, 2))
+    assert first == second
+    assert "Optimizer step 1 differs from one process" in first and "grad_norm" in first and "loss" not in first[60:110]
+
+
+def make() -> tuple[L.LightningModule, Any]:
+    return SGDGPT(num_blocks=2, width=16, num_heads=4, context_length=16), DataLoader(ROWS, batch_size=4)
+
+
+class Dropped(SGDGPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + 0 * torch.rand(()))
+
+
+def make_dropped() -> tuple[L.LightningModule, Any]:
+    return Dropped(num_blocks=2, width=16, num_heads=4, context_length=16), DataLoader(ROWS, batch_size=4)
+
+
+def test_the_command_and_the_function(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["check", f"{__name__}:make", "--devices", "2", "--pipeline_parallel_size", "2", "--schedule", "1F1B"]
+    sys.modules.setdefault(__name__, sys.modules[make.__module__])
+    assert main(command) == 0
+    assert "equal to one process" in capsys.readouterr().out
+    with pytest.raises(VerificationError, match="0 of 2 steps could be compared: the step draws random numbers"):
+        check(make_dropped, 2, data_parallel_size=2)
+    assert main(["check", "nowhere:make"]) == 1
+    assert "nowhere:make cannot be imported" in capsys.readouterr().err
