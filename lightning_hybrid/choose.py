@@ -99,6 +99,8 @@ def _resized(layout: Layout, num_devices: int) -> Layout:
 def _decide(strategy: Any, num_devices: int) -> ArchiveChoice | PlanChoice:
     """The nearest known-good entry, else the planner's best. Whatever goes wrong here must not stop the others."""
     module, choice = strategy.lightning_module, strategy.choice
+    if choice.tuned is not None:
+        return choice.tuned  # type: ignore[no-any-return]
     match, failed = None, dict[Layout, Entry]()
     if choice.settings.archive is not None and num_devices > 1:
         try:
@@ -111,7 +113,7 @@ def _decide(strategy: Any, num_devices: int) -> ArchiveChoice | PlanChoice:
         return ArchiveChoice(
             layout=match.degrees, entry_id=match.entry.id, settings=vars(match.entry.settings), reason=match.reason
         )
-    return choose_by_plan(strategy, module, num_devices, failed=failed)
+    return choose_by_plan(strategy, module, num_devices, failed={*failed, *choice.tuned_failures})
 
 
 def _ask_archive(strategy: Any, module: Any, num_devices: int) -> tuple[Match | None, dict[Layout, Entry]]:

@@ -27,7 +27,7 @@ from lightning_hybrid.run_facts import BatchFacts, batch_facts, cluster_here, pr
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.tensor_parallel.plan import build_tp_plan
 
-__all__ = ["PlanChoice", "choose_by_plan"]
+__all__ = ["PlanChoice", "choose_by_plan", "planned_choices"]
 
 _GIB = 2**30
 _PRECISIONS = {"16": "fp16", "bf16": "bf16", "32": "fp32", "64": "fp32", "transformer-engine": "fp8"}
@@ -82,6 +82,17 @@ def choose_by_plan(strategy: Any, module: Any, num_devices: int, *, failed: Iter
         return _by_rule(strategy.choice.degrees["replicate_size"], num_devices, failed, reason)
 
 
+def planned_choices(strategy: Any, module: Any, num_devices: int, most: int) -> list[PlanChoice]:
+    """Return the best plans with different degrees, the best first.
+
+    Raises:
+        ConfigurationError: if the planner does not know the model, or nothing fits.
+    """
+    ranked, profile, cluster, asked = _planned(strategy, module, num_devices, set())
+    firsts = {made.setup.layout: place for place, made in reversed(list(enumerate(ranked)))}
+    return [_described(ranked[place:], profile, cluster, asked) for place in sorted(firsts.values())[:most]]
+
+
 def _by_rule(replicas: Any, num_devices: int, failed: set[Layout], reason: str) -> PlanChoice:
     """All devices on the data axis; see the note."""
     given = replicas if isinstance(replicas, int) else 1
@@ -97,6 +108,12 @@ def _by_rule(replicas: Any, num_devices: int, failed: set[Layout], reason: str) 
 
 
 def _by_planner(strategy: Any, module: Any, num_devices: int, failed: set[Layout]) -> PlanChoice:
+    return _described(*_planned(strategy, module, num_devices, failed))
+
+
+def _planned(
+    strategy: Any, module: Any, num_devices: int, failed: set[Layout]
+) -> tuple[list[Plan], ModelProfile, Cluster, _Asked]:
     choice = strategy.choice
     whole = whole_model(module)
     trainer = getattr(module, "_trainer", None)
@@ -114,8 +131,7 @@ def _by_planner(strategy: Any, module: Any, num_devices: int, failed: set[Layout
     cluster = cluster_here(strategy.root_device, num_devices, strategy.num_nodes)
     profile = profile_here(whole, batch.length, choice.settings.blocks)
     precision = str(strategy.precision_plugin.precision).split("-")[0]
-    ranked = _ranked(profile, cluster, asked, _PRECISIONS.get(precision, "bf16"))
-    return _described(ranked, profile, cluster, asked)
+    return _ranked(profile, cluster, asked, _PRECISIONS.get(precision, "bf16")), profile, cluster, asked
 
 
 def _ranked(profile: ModelProfile, cluster: Cluster, asked: _Asked, precision: str) -> list[Plan]:

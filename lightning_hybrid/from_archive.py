@@ -11,6 +11,7 @@ from lightning_hybrid.archive import Entry
 from lightning_hybrid.archive.share import find_entry
 from lightning_hybrid.choose import ArchiveChoice
 from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.run_choice import RunChoice
 
 __all__ = ["FromArchive"]
 
@@ -19,6 +20,13 @@ _DEGREES = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_siz
 
 class FromArchive:
     """A strategy that can be made from an archive's entry."""
+
+    choice: RunChoice
+
+    @property
+    def started_from(self) -> str | None:
+        """Id of the archive entry that degrees or the schedule were taken from."""
+        return self.choice.started_from
 
     @classmethod
     def from_archive(

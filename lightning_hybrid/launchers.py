@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import subprocess
 from contextlib import suppress
 from functools import partial
@@ -21,6 +22,7 @@ from typing_extensions import override
 
 from lightning_hybrid.failing import failing_together, kill_all, run_together, watch_children
 from lightning_hybrid.restart import prepare_for_restarts
+from lightning_hybrid.tuning import tune
 
 __all__ = ["HybridMultiProcessingLauncher", "make_launcher"]
 
@@ -42,8 +44,22 @@ class _Restartable(_Launcher):
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         if trainer is not None:
             prepare_for_restarts(trainer)
+            self._tune(function, args, trainer)
             function = self._guarded(function, trainer)
         return super().launch(function, *args, trainer=trainer, **kwargs)  # type: ignore[safe-super]
+
+    def _tune(self, function: Any, args: tuple[Any, ...], trainer: Any) -> None:
+        """See :mod:`lightning_hybrid.tuning`. Not where the ranks run already."""
+        if isinstance(self, _InThisProcess):
+            return
+
+        def start(strategy: Any) -> None:
+            strategy.cluster_environment._main_port = -1  # a free one for each trial
+            os.environ.pop("MASTER_PORT", None)
+            launcher = HybridMultiProcessingLauncher(strategy, start_method="fork")
+            launcher.launch(function, *args[:4], None, None, trainer=trainer)
+
+        tune(start, trainer.strategy, trainer, args)
 
     def _guarded(self, function: Any, trainer: Any) -> Any:
         """What is run instead of ``function``, see :mod:`lightning_hybrid.failing`."""

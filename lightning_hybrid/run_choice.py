@@ -26,6 +26,10 @@ class RunChoice:
     """The degrees, once they are known."""
     started_from: str | None = None
     """Id of the archive entry that something was taken from."""
+    tuned: PlanChoice | None = None
+    """What trials have shown to be fastest."""
+    tuned_failures: frozenset[Layout] | set[Layout] = frozenset()
+    """Degrees that failed in trials."""
     planned: Mapping[str, float] = MappingProxyType({})
     """What the planner predicted, where it chose the degrees."""
 

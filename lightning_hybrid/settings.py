@@ -47,6 +47,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or isinstance(value, (str, os.PathLike)),
         "a folder, an fsspec URL, or None",
     ),
+    "tune": (
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
+        "the number of plans to try, or 0",
+    ),
     "start_method": (lambda value: value in ("popen", "fork", "spawn"), '"popen", "fork" or "spawn"'),
     "process_group_backend": (
         lambda value: value is None or (isinstance(value, str) and _is_backend(value)),
@@ -80,6 +84,7 @@ class Settings:
     compile: bool | Mapping[str, Any]
     save_distributed_checkpoint: bool | Literal["async"]
     archive: str | os.PathLike[str] | None
+    tune: int
     start_method: Literal["popen", "fork", "spawn"]
     process_group_backend: str | None
     timeout: timedelta | None

@@ -97,6 +97,7 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
         save_distributed_checkpoint: Whether a checkpoint is a directory, to which each rank writes its part (with
             ``"async"`` while training goes on); otherwise it is one plain file, which rank 0 writes from its memory.
         archive: Folder or fsspec URL of run entries; a run without any degrees starts from the best one that fits.
+        tune: How many of the planner's best degrees a run without any tries for a few steps; the fastest are taken.
         start_method: How Lightning starts the processes: ``"popen"`` (the script again), ``"fork"``, ``"spawn"``.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by the device if ``None``.
         timeout: After which a collective without an answer fails.
@@ -128,6 +129,7 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
         compile: bool | Mapping[str, Any] = False,
         save_distributed_checkpoint: bool | Literal["async"] = False,
         archive: str | os.PathLike[str] | None = "archive",
+        tune: int = 0,
         start_method: Literal["popen", "fork", "spawn"] = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -158,6 +160,7 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
             compile=compile,
             save_distributed_checkpoint=save_distributed_checkpoint,
             archive=archive,
+            tune=tune,
             start_method=start_method,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -182,11 +185,6 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
     def layout(self) -> Layout:
         """The degrees of this run."""
         return self.choice.resolve(self.num_nodes * self.num_processes)
-
-    @property
-    def started_from(self) -> str | None:
-        """Id of the archive entry that degrees or the schedule were taken from."""
-        return self.choice.started_from
 
     @property
     def coordinate(self) -> Coordinate:
