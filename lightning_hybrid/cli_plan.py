@@ -32,6 +32,8 @@ def plan_command(
     cluster: str | None = None,
     per_node: int | None = None,
     network_gbits: float | None = None,
+    peak: float | None = None,
+    memory: float | None = None,
     precision: str = "bf16",
     compile: bool = False,
     num_layers: int | None = None,
@@ -56,6 +58,8 @@ def plan_command(
         cluster: A JSON file that describes the devices and links, instead of the kind.
         per_node: Devices of a node.
         network_gbits: Gbit/s of a node to others.
+        peak: TFLOP/s (16 bits, dense) of a device that is not known by name; with memory.
+        memory: GiB of a device that is not known by name.
         precision: Of matrix products: bf16, fp16, fp8 or fp32.
         compile: Whether blocks are compiled.
         num_layers: Blocks, without a model.
@@ -70,7 +74,8 @@ def plan_command(
     """
     machines = Cluster.from_json(cluster) if cluster else None
     if machines is None:
-        machines = Cluster.named(device, devices, per_node=per_node, network_gbits=network_gbits)
+        options = {"per_node": per_node, "network_gbits": network_gbits, "peak": peak, "memory": memory}
+        machines = Cluster.named(device, devices, **options)  # type: ignore[arg-type]
     sizes = {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
@@ -82,14 +87,14 @@ def plan_command(
         "seq_length": seq_length,
     }
     profile = _profile(model, sizes)
-    options: dict[str, Any] = {"global_batch": global_batch, "precision": precision, "compile": compile, "most": most}
-    planning = plan(profile, machines, **options)
+    wanted: dict[str, Any] = {"global_batch": global_batch, "precision": precision, "compile": compile, "most": most}
+    planning = plan(profile, machines, **wanted)
     if json:
         sys.stdout.write(json_module.dumps(planning_to_plain(planning), indent=2) + "\n")
         return
     _ = planning.best  # refuses with the reasons if nothing fits
     twice = None if machines.gpu.host else machines.with_devices(2 * machines.num_devices)  # ranks share a CPU
-    doubled = None if twice is None else plan(profile, twice, **options)
+    doubled = None if twice is None else plan(profile, twice, **wanted)
     terminal = Console()
     console = terminal if terminal.is_terminal else Console(width=_WIDTH)  # a file has no edge to fit
     console.print(planning_tables(planning, doubled=doubled), highlight=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.errors import ConfigurationError
-from lightning_hybrid.planner.gpus import Gpu, find_gpu
+from lightning_hybrid.planner.gpus import Gpu, find_gpu, unlisted_gpu
 from lightning_hybrid.planner.links import Measured
 from lightning_hybrid.planner.placement import Placement
 
@@ -59,6 +59,8 @@ class Cluster:
         per_node: int | None = None,
         link: float | None = None,
         network_gbits: float | None = None,
+        peak: float | None = None,
+        memory: float | None = None,
     ) -> Cluster:
         """Return nodes as they are usually built around a device.
 
@@ -68,11 +70,16 @@ class Cluster:
             per_node: Devices of a node; by default as usual (8), or all if they are fewer.
             link: GB/s of one device to others of its node, one direction.
             network_gbits: Gbit/s of one node to others, all adapters together.
+            peak: TFLOP/s of 16-bit matrix products, dense, of a device that is not in the table; needs ``memory``.
+            memory: GiB of a device that is not in the table; needs ``peak``.
 
         Raises:
-            ConfigurationError: if the device is unknown.
+            ConfigurationError: if the device is unknown, or only one of ``peak`` and ``memory`` is given.
         """
-        return cls._of(find_gpu(device), num_devices, per_node=per_node, link=link, network_gbits=network_gbits)
+        if (peak is None) != (memory is None):
+            raise ConfigurationError("Give both, peak (TFLOP/s) and memory (GiB), or neither of them.")
+        gpu = find_gpu(device) if peak is None or memory is None else unlisted_gpu(device, peak, memory)
+        return cls._of(gpu, num_devices, per_node=per_node, link=link, network_gbits=network_gbits)
 
     @classmethod
     def _of(

@@ -11,14 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_hybrid.planner.constants import Constants
-from lightning_hybrid.planner.gpus import Gpu
+from lightning_hybrid.planner.gpus import COOL, Gpu
 from lightning_hybrid.planner.profile import ModelProfile
 
 __all__ = ["BlockTime", "Work", "block_time", "head_time"]
 
 _TILE = 128 * 256
-#: Watts for each TFLOP/s (16 bits) of an A100, which holds its clock in training.
-_COOL = 400 / 312
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +87,7 @@ def head_time(profile: ModelProfile, gpu: Gpu, work: Work, constants: Constants)
 
 def _rate(gpu: Gpu, dtype: str, constants: Constants) -> float:
     """FLOP/s of large matrix products in a long run."""
-    warmth = min(1.0, gpu.watts / (gpu.peak("bf16") / 1e12) / _COOL)
+    warmth = min(1.0, gpu.watts / (gpu.peak("bf16") / 1e12) / COOL)
     return gpu.sustained(dtype) * float(warmth**constants.throttle)
 
 
