@@ -14,7 +14,7 @@ from lightning_hybrid.planner.constants import Constants
 from lightning_hybrid.planner.gpus import COOL, Gpu
 from lightning_hybrid.planner.profile import ModelProfile
 
-__all__ = ["BlockTime", "Work", "block_time", "head_time"]
+__all__ = ["BlockTime", "Work", "block_time", "head_time", "host_work"]
 
 _TILE = 128 * 256
 
@@ -67,6 +67,20 @@ def block_time(profile: ModelProfile, gpu: Gpu, work: Work, constants: Constants
         backward_weight=products,
         attention=attention,
     )
+
+
+#: Kernels of a block's forward with flash attention: four products, attention, two norms, activation, rotation, biases,
+#: dropout and residuals. Without flash attention come heads copied into place and back, a second product, scale, mask,
+#: softmax and its dropout with a random state of its own; tensor ranks have two exchanges.
+_KERNELS, _UNFUSED_KERNELS, _EXCHANGES = 16, 9, 2
+#: Of those that remain when element-wise work is compiled.
+_COMPILED = 0.6
+
+
+def host_work(work: Work) -> float:
+    """What the host has to start in a block's forward, relative to a block with flash attention on one device."""
+    kernels = _KERNELS + _UNFUSED_KERNELS * (work.attention == "unfused") + _EXCHANGES * (work.tensor > 1)
+    return kernels / _KERNELS * (_COMPILED if work.fused else 1.0)
 
 
 def head_time(profile: ModelProfile, gpu: Gpu, work: Work, constants: Constants) -> BlockTime:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from lightning_hybrid.planner.cluster import Cluster
 from lightning_hybrid.planner.collectives import ring, send
-from lightning_hybrid.planner.compute import Work, block_time, head_time
+from lightning_hybrid.planner.compute import Work, block_time, head_time, host_work
 from lightning_hybrid.planner.constants import FITTED, Constants
 from lightning_hybrid.planner.placement import Placement
 from lightning_hybrid.planner.profile import ModelProfile
@@ -173,7 +173,7 @@ def _one_pass(
     block = block_time(profile, cluster.gpu, work, constants)
     exchange = _tensor_exchange(profile, cluster, setup, constants)
     again = {"none": 0.0, "selective": block.attention, "full": block.forward}[setup.recompute]
-    host = constants.launch * (0.6 if setup.fused else 1.0)
+    host = constants.launch * host_work(work)
     # the device waits for the host where kernels are too short: what the host needs more is shown as compute
     forward = _longer(block.forward + exchange, host, 4.0) - exchange
     whole = block.backward + again + exchange
