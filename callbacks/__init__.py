@@ -7,8 +7,18 @@ from lightning_hybrid.callbacks.bubble_ratio import BubbleRatio
 from lightning_hybrid.callbacks.check import check
 from lightning_hybrid.callbacks.config_archive import ConfigArchive
 from lightning_hybrid.callbacks.finite_gradients import FiniteGradients
+from lightning_hybrid.callbacks.link_probe import LinkProbe
 from lightning_hybrid.callbacks.scaling_efficiency import ScalingEfficiency
 from lightning_hybrid.callbacks.step_breakdown import StepBreakdown
 from lightning_hybrid.callbacks.verify import Verify
 
-__all__ = ["BubbleRatio", "ConfigArchive", "FiniteGradients", "ScalingEfficiency", "StepBreakdown", "Verify", "check"]
+__all__ = [
+    "BubbleRatio",
+    "ConfigArchive",
+    "FiniteGradients",
+    "LinkProbe",
+    "ScalingEfficiency",
+    "StepBreakdown",
+    "Verify",
+    "check",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -37,7 +38,10 @@ def build_entry(trainer: Trainer, fingerprint: Fingerprint, entry_id: str, time:
         time=time,
         updated=time,
         model=fingerprint,
-        hardware=detect_hardware(strategy.root_device.type, num_devices=layout.world_size, num_nodes=trainer.num_nodes),
+        hardware=replace(
+            detect_hardware(strategy.root_device.type, num_devices=layout.world_size, num_nodes=trainer.num_nodes),
+            links=dict(getattr(strategy, "links", {})),
+        ),
         software=detect_software(),
         degrees=layout,
         settings=build_settings(trainer),

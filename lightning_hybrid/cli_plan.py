@@ -15,6 +15,8 @@ from torch import nn
 
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.planner import Cluster, ModelProfile, plan
+from lightning_hybrid.planner.constants import FITTED
+from lightning_hybrid.planner.host import HOST
 from lightning_hybrid.planner.report import planning_tables, planning_to_plain
 
 __all__ = ["plan_command"]
@@ -88,6 +90,7 @@ def plan_command(
     }
     profile = _profile(model, sizes)
     wanted: dict[str, Any] = {"global_batch": global_batch, "precision": precision, "compile": compile, "most": most}
+    wanted["constants"] = HOST if machines.gpu.host else FITTED
     planning = plan(profile, machines, **wanted)
     if json:
         sys.stdout.write(json_module.dumps(planning_to_plain(planning), indent=2) + "\n")

@@ -25,7 +25,17 @@ from lightning_hybrid.layout import divisors
 from lightning_hybrid.planner.links import OPS, Collective, Pair, odd_pairs
 from lightning_hybrid.planner.placement import Group
 
-__all__ = ["FULL", "QUICK", "Effort", "Kind", "gather_objects", "kinds_of_groups", "measure_groups", "measure_pairs"]
+__all__ = [
+    "FULL",
+    "QUICK",
+    "Effort",
+    "Kind",
+    "gather_objects",
+    "kinds_of_groups",
+    "measure_axes",
+    "measure_groups",
+    "measure_pairs",
+]
 
 #: How often slow pairs are timed again.
 SECOND_LOOKS = 2
@@ -96,12 +106,23 @@ def _measure_kind(kind: Kind, device: torch.device, effort: Effort) -> list[Coll
     firsts = [rank for rank in range(world) if kind.group.position(rank)[1] == 0]
     members = [[first + place * stride for place in range(size)] for first in firsts]
     group, _ = dist.new_subgroups_by_enumeration(members)
-    sizes = [size * (1 if device.type == "cpu" else 8) for size in effort.sizes]
     try:
-        times = {op: [_times_of(op, size, group, device, effort) for size in sizes] for op in OPS}
-        everyone = gather_objects(times)
+        return _measure_in(group, kind, device, effort)
     finally:
         dist.destroy_process_group(group)
+
+
+def measure_axes(
+    axes: Sequence[tuple[Kind, dist.ProcessGroup]], device: torch.device, effort: Effort
+) -> list[Collective]:
+    """Time all operations in groups that exist, such as a mesh's; a collective over the world."""
+    return [found for kind, group in axes for found in _measure_in(group, kind, device, effort)]
+
+
+def _measure_in(group: dist.ProcessGroup, kind: Kind, device: torch.device, effort: Effort) -> list[Collective]:
+    sizes = [size * (1 if device.type == "cpu" else 8) for size in effort.sizes]
+    times = {op: [_times_of(op, size, group, device, effort) for size in sizes] for op in OPS}
+    everyone = gather_objects(times)
     found = []
     for op in OPS:
         seconds = [
@@ -110,7 +131,7 @@ def _measure_kind(kind: Kind, device: torch.device, effort: Effort) -> list[Coll
         ]
         seconds = list(accumulate(reversed(seconds), min))[::-1]
         points = tuple(zip(map(float, sizes), seconds, strict=True))
-        found.append(Collective(op=op, size=size, stride=stride, axis=kind.axis, points=points))
+        found.append(Collective(op=op, size=kind.group.size, stride=kind.group.stride, axis=kind.axis, points=points))
     return found
 
 

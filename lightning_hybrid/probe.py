@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_hybrid.device_speed import cores, measure_device
 from lightning_hybrid.errors import ConfigurationError, ProbeError
@@ -26,17 +27,20 @@ from lightning_hybrid.link_times import (
     Kind,
     gather_objects,
     kinds_of_groups,
+    measure_axes,
     measure_groups,
     measure_pairs,
 )
 from lightning_hybrid.local_ranks import run_here
+from lightning_hybrid.mesh import axis_group
 from lightning_hybrid.planner.cluster import Cluster
 from lightning_hybrid.planner.constants import FITTED
 from lightning_hybrid.planner.gpus import Gpu, find_gpu
 from lightning_hybrid.planner.links import Device, Measured, find_slow
 from lightning_hybrid.planner.placement import Group
+from lightning_hybrid.probe_report import compare_with_nominal
 
-__all__ = ["kinds_of_layout", "probe", "probe_group"]
+__all__ = ["kinds_of_layout", "probe", "probe_axes", "probe_group"]
 
 
 def probe(
@@ -138,6 +142,27 @@ def _about(begin: float, left_out: Sequence[str]) -> dict[str, Any]:
     if left_out:
         about["left_out"] = list(left_out)
     return about
+
+
+def probe_axes(mesh: DeviceMesh, layout: Layout, device: torch.device) -> tuple[dict[str, float], list[str]]:
+    """Measure the axes of a mesh in its own process groups, quickly; a collective over the world.
+
+    Returns:
+        Bytes per second on each link in a gather, by axis with more than one rank; and a sentence for each axis below
+        half of what the device's links should reach (none for devices that are not known, nor for CPUs).
+    """
+    axes = [(kind, axis_group(mesh, kind.axis)) for kind in kinds_of_layout(layout) if kind.axis]
+    found = measure_axes(axes, device, QUICK)
+    rates = {str(each.axis): each.bus_rate for each in found if each.op == "all_gather"}
+    if device.type == "cpu":
+        return rates, []
+    try:
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size))
+        cluster = Cluster.named(torch.cuda.get_device_name(device), layout.world_size, per_node=per_node)
+    except ConfigurationError:
+        return rates, []
+    measured = Measured(backend=dist.get_backend(), devices=(), collectives=tuple(found))
+    return rates, compare_with_nominal(replace(cluster, measured=measured))
 
 
 def kinds_of_layout(layout: Layout) -> list[Kind]:

@@ -90,12 +90,14 @@ class Cluster:
         per_node: int | None = None,
         link: float | None = None,
         network_gbits: float | None = None,
+        seats: float | None = None,
     ) -> Cluster:
         full = per_node or gpu.per_node
         return cls(
             gpu=gpu,
             num_devices=num_devices,
             per_node=min(full, num_devices),
+            seats=seats,
             link=link or gpu.link,
             network=(network_gbits or gpu.network * full) / 8,
         )
@@ -161,6 +163,8 @@ class Cluster:
     def to_json(self) -> str:
         """Return what :meth:`from_json` reads (not the placement, which belongs to a plan)."""
         document: dict[str, Any] = {"schema": SCHEMA, "device": asdict(self.gpu), "num_devices": self.num_devices}
+        if self.seats is not None:
+            document["seats"] = self.seats
         document |= {"per_node": self.per_node, "link": self.link, "network_gbits": self.network * 8}
         if self.measured is not None:
             document["measured"] = self.measured.to_document()

@@ -25,8 +25,6 @@ __all__ = ["Group", "nominal_rate", "ring", "send"]
 
 #: What collectives reach of a bus: bytes pass the host's bridges twice.
 _BUS = 0.75
-#: An all-reduce over a gather where the switch adds up (8 H100: 31.45 ms and 21.0 ms for 8 GiB; MooreThreads/SimuMax).
-_IN_SWITCH = 1.5
 #: Of a V100's six links, those that rings of so many of a node's eight devices reach (each pair has one or two links;
 #: measured: 23, 45, 85, 37, 46, 87 and 135 GB/s; VIA-Research/vTrain).
 _CUBE = {2: 1, 3: 2, 4: 4, 5: 2, 6: 2, 7: 4, 8: 6}
@@ -50,11 +48,7 @@ def ring(
             return found
     rate = nominal_rate(group, cluster, constants)
     latency = constants.latency + constants.hop * (group.size - 1)
-    moved = (group.size - 1) / group.size * num_bytes / (rate * 1e9)
-    if passes == 2 and cluster.gpu.wiring == "sharp" and 2 < group.size <= cluster.per_node:
-        _, nodes = cluster.placement.spread(group, cluster.per_node)
-        return passes * latency + (_IN_SWITCH if nodes == 1 else passes) * moved
-    return passes * (latency + moved)
+    return passes * (latency + (group.size - 1) / group.size * num_bytes / (rate * 1e9))
 
 
 def nominal_rate(group: Group, cluster: Cluster, constants: Constants) -> float:

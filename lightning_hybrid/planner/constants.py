@@ -38,7 +38,7 @@ class Constants:
     memory: float = 0.85
     """Rate of device memory."""
     launch: float = 6.0e-4
-    """The host's time for one block forward; its backward takes as long."""
+    """The host's time for one block forward with flash attention; its backward takes as long."""
     link: float = 0.78
     """Rate of collectives within a node."""
     network: float = 0.8
@@ -62,24 +62,24 @@ class Constants:
 
 
 FITTED = Constants(
-    matmul=0.904,
-    throttle=0.26,
-    wave=0.281,
-    operands=0.661,
-    narrow_attention=0.478,
-    flash=0.956,
-    first_flash=0.578,
-    elementwise=1.23,
-    scores=0.786,
-    launch=0.00101,
-    link=0.668,
-    network=0.58,
-    crowd=0.0506,
-    latency=2.72e-05,
-    handover=0.000401,
-    hop=3.01e-06,
-    overlap=0.651,
-    sharpness=3.13,
-    microbatch=0.00142,
-    step=0.00988,
+    matmul=0.903,
+    throttle=0.247,
+    wave=0.28,
+    operands=0.641,
+    narrow_attention=0.466,
+    flash=0.948,
+    first_flash=0.571,
+    elementwise=1.2,
+    scores=0.82,
+    launch=0.000636,
+    link=0.646,
+    network=0.579,
+    crowd=0.0507,
+    latency=2.76e-05,
+    handover=0.00039,
+    hop=3.02e-06,
+    overlap=0.642,
+    sharpness=3.2,
+    microbatch=0.00137,
+    step=0.00999,
 )

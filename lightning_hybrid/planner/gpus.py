@@ -48,8 +48,8 @@ class Gpu:
     link: float
     """GB/s of one device to the others of its node, one direction."""
     wiring: str = "switch"
-    """Who has the whole ``link``: any two (``switch``; ``sharp`` if it also adds up), only all together (``mesh``: a wire
-    to each other one; ``cube``: to some of them one or two), or those who use it in turn (``bus``: PCIe)."""
+    """Who has the whole ``link``: any two (``switch``), only all together (``mesh``: a wire to each other one;
+    ``cube``: to some of them one or two), or those who use it in turn (``bus``: PCIe)."""
     network: float
     """Gbit/s to other nodes, one device's share."""
     multiprocessors: int
@@ -98,14 +98,14 @@ A100-SXM-40GB      312  yes  19.5      -  40 1555  300 switch     200    8   108
 A800-SXM-80GB      312  yes  19.5      -  80 2039  200 switch     200    8   108   400  0.869       -   0.6
 A100-PCIe-80GB     312  yes  19.5      -  80 1935   32    bus     100    8   108   300  0.811       -   0.6
 A100-PCIe-40GB     312  yes  19.5      -  40 1555   32    bus     100    8   108   300  0.811       -   0.6
-H100-SXM-80GB    989.4  yes    67 1978.8  80 3352  450  sharp     400    8   132   700  0.803   0.709   0.5
+H100-SXM-80GB    989.4  yes    67 1978.8  80 3352  450 switch     400    8   132   700  0.803   0.709   0.5
 H100-PCIe-80GB     756  yes    51   1512  80 2039   64    bus     100    8   114   350  0.803   0.709   0.5
-H800-SXM-80GB    989.4  yes    67 1978.8  80 3352  200  sharp     400    8   132   700  0.803   0.709   0.5
-H20-SXM-96GB       148  yes    44    296  96 4000  450  sharp     400    8    78   400      -   0.709   0.5
-H200-SXM-141GB   989.4  yes    67 1978.8 141 4800  450  sharp     400    8   132   700  0.803   0.709   0.5
+H800-SXM-80GB    989.4  yes    67 1978.8  80 3352  200 switch     400    8   132   700  0.803   0.709   0.5
+H20-SXM-96GB       148  yes    44    296  96 4000  450 switch     400    8    78   400      -   0.709   0.5
+H200-SXM-141GB   989.4  yes    67 1978.8 141 4800  450 switch     400    8   132   700  0.803   0.709   0.5
 GH200-96GB       989.4  yes    67 1978.8  96 4000  150 switch     200    4   132   900  0.836   0.776   0.5
-B200-SXM-180GB    2250  yes    75   4500 180 7700  900  sharp     400    8   148  1000      -       -   0.7
-GB200-186GB       2500  yes    80   5000 186 8000  900  sharp     400   72   148  1200      -       -   0.7
+B200-SXM-180GB    2250  yes    75   4500 180 7700  900 switch     400    8   148  1000      -       -   0.7
+GB200-186GB       2500  yes    80   5000 186 8000  900 switch     400   72   148  1200      -       -   0.7
 V100-SXM2-32GB     125   no  15.7      -  32  900  150   cube      50    8    80   300      -       -   0.6
 V100-SXM2-16GB     125   no  15.7      -  16  900  150   cube      50    8    80   300      -       -   0.6
 V100-SXM3-32GB     130   no  16.3      -  32  980  150 switch      50   16    80   350      -       -   0.6
@@ -125,8 +125,8 @@ H100-NVL-94GB    835.5  yes    60   1671  94 3938   64    bus     100    8   132
 H800-PCIe-80GB     756  yes    51   1512  80 2039   64    bus     100    8   114   350      -       -   0.5
 H200-NVL-141GB   835.5  yes    60   1671 141 4800   64    bus     100    8   132   600      -       -   0.5
 GH200-144GB      989.4  yes    67 1978.8 144 4900  150 switch     200    4   132   900  0.836   0.776   0.5
-B300-SXM-270GB    2250  yes    75   4500 270 8000  900  sharp     800    8   148  1100      -       -   0.7
-GB300-279GB       2500  yes    80   5000 279 8000  900  sharp     800   72   148  1400      -       -   0.7
+B300-SXM-270GB    2250  yes    75   4500 270 8000  900 switch     800    8   148  1100      -       -   0.7
+GB300-279GB       2500  yes    80   5000 279 8000  900 switch     800   72   148  1400      -       -   0.7
 V100-PCIe-32GB     112   no    14      -  32  900   16    bus      50    8    80   250      -       -   0.6
 V100-PCIe-16GB     112   no    14      -  16  900   16    bus      50    8    80   250      -       -   0.6
 V100S-PCIe-32GB    130   no  16.4      -  32 1134   16    bus      50    8    80   250      -       -   0.6

@@ -109,7 +109,7 @@ def _quiet(profile: ModelProfile, cluster: Cluster, found: Estimate) -> str | No
 def _slow_links(profile: ModelProfile, cluster: Cluster, found: Estimate) -> str | None:
     setup = found.setup
     tensor, shards = setup.layout.tensor_parallel_size, setup.shards
-    if cluster.gpu.wiring in ("switch", "sharp") and tensor * shards > 16 * cluster.per_node and setup.layout.replicate_size == 1:
+    if cluster.gpu.wiring == "switch" and tensor * shards > 16 * cluster.per_node and setup.layout.replicate_size == 1:
         return f"every block is gathered over {shards} ranks of {-(-tensor * shards // cluster.per_node)} nodes"
     return None
 

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
 
-from lightning_hybrid import link_times, local_ranks
+from lightning_hybrid import Hybrid3DStrategy, link_times, local_ranks
+from lightning_hybrid.archive import Archive
+from lightning_hybrid.callbacks import ConfigArchive, LinkProbe
 from lightning_hybrid.cli import main
 from lightning_hybrid.errors import ProbeError
 from lightning_hybrid.local_ranks import run_here
 from lightning_hybrid.planner import Cluster
+from tests.distributed.zoo import ZOO, even_rows
 from tests.ranks import run_ranks
 
 SWAP = link_times.swap
@@ -78,3 +83,21 @@ def test_all_ranks_end_within_seconds_when_one_fails(monkeypatch: pytest.MonkeyP
     with pytest.raises(ProbeError, match=r"1 ranks were not done after 0\.5 s"):
         run_here(1, lambda store, rank, world_size: time.sleep(60), timeout=0.5)
     assert time.monotonic() - start < 20
+
+
+def train_with_a_probe(rank: int, folder: str) -> dict[str, float]:
+    probe, archive = LinkProbe(), ConfigArchive(folder)
+    strategy = Hybrid3DStrategy(data_parallel_size=1, tensor_parallel_size=2, pipeline_parallel_size=2)
+    trainer = Trainer(
+        **{"strategy": strategy, "accelerator": "cpu", "devices": 4, "callbacks": [probe, archive], "max_steps": 1},
+        **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
+    )
+    trainer.fit(ZOO["llama"].make(), DataLoader(even_rows(4), batch_size=4))
+    return probe.links
+
+
+def test_links_are_measured_when_training_starts_and_kept_with_the_run(tmp_path: Path):
+    links = run_ranks(4, train_with_a_probe, str(tmp_path))
+    assert set(links[0]) == {"tensor_parallel", "pipeline_parallel"} and all(found == links[0] for found in links)
+    entry = Archive(tmp_path).list()[0]
+    assert entry.hardware.links == links[0] and min(links[0].values()) > 0

@@ -25,6 +25,7 @@ PUBLIC = {
         "BubbleRatio",
         "ConfigArchive",
         "FiniteGradients",
+        "LinkProbe",
         "ScalingEfficiency",
         "StepBreakdown",
         "Verify",
