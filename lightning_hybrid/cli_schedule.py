@@ -99,7 +99,9 @@ def _write(output: str, title: str, timeline: Timeline) -> None:
         if kind == ".html":
             from lightning_hybrid.report import timeline_page
 
-            Path(output).write_text(timeline_page(title, timeline), encoding="utf-8")
+            Path(output).write_text(
+                timeline_page(title, timeline, captions=(f"{title}, simulated", "")), encoding="utf-8"
+            )
         else:
             from lightning_hybrid.pipeline.picture import draw_timeline  # matplotlib takes a second to import
 

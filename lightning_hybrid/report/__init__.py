@@ -16,7 +16,7 @@ from lightning_hybrid.report.archive import archive_sections
 from lightning_hybrid.report.html import Html
 from lightning_hybrid.report.page import build_page
 from lightning_hybrid.report.run import heading, run_sections
-from lightning_hybrid.report.timeline import timeline_chart
+from lightning_hybrid.report.timeline import CAPTIONS, timeline_chart
 
 __all__ = ["archive_page", "chart_page", "run_page", "timeline_page"]
 
@@ -39,10 +39,13 @@ def chart_page(title: str, chart: Html) -> str:
 
 
 def timeline_page(
-    title: str, measured: Mapping[int, Sequence[Mark]], ideal: Mapping[int, Sequence[Mark]] | None = None
+    title: str,
+    measured: Mapping[int, Sequence[Mark]],
+    ideal: Mapping[int, Sequence[Mark]] | None = None,
+    captions: tuple[str, str] = CAPTIONS,
 ) -> str:
     """Return a page with a timeline, and below it, on the same scale, its ideal."""
-    return chart_page(title, timeline_chart(measured, ideal))
+    return chart_page(title, timeline_chart(measured, ideal, captions=captions))
 
 
 def _footer(updated: str) -> str:

@@ -18,6 +18,7 @@ from lightning_hybrid.report.parts import label_of
 
 __all__ = ["ideal_or_none", "timeline_chart"]
 
+CAPTIONS = ("Measured", "Ideal, at the same action times and without delays")
 _AXIS = 26  # pixels below the rows
 _ASSUMED_WIDTH = 900  # pixels, for what is too narrow for its number
 
@@ -26,7 +27,7 @@ def timeline_chart(
     measured: Mapping[int, Sequence[Mark]],
     ideal: Mapping[int, Sequence[Mark]] | None = None,
     *,
-    captions: tuple[str, str] = ("Measured", "Ideal, at the same action times and without delays"),
+    captions: tuple[str, str] = CAPTIONS,
 ) -> Html:
     """Return a figure: a step, and below it, on the same scale, its ideal.
 

@@ -45,6 +45,7 @@ def test_pictures(ending: str, tmp_path: Path) -> None:
     if ending == "html":
         assert content.count(b'<rect class="k-F') == 8 * 4
         assert b"rank 0: stages 0, 7" in content
+        assert b"simulated: " in content and b"Measured" not in content
 
 
 @pytest.mark.parametrize(
