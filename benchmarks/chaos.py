@@ -172,9 +172,9 @@ KINDS: dict[str, Kind] = {
     "os._exit(3)": Kind("training_step", lambda: os._exit(3), said="exit status 3"),
     "os._exit(0)": Kind("on_train_batch_end", lambda: os._exit(0), said="exit status 0"),
     "connections lost": Kind(
-        "on_train_batch_end", lose_connections, said="connection", same=False, status="interrupted"
+        "on_train_batch_end", lose_connections, said="", same=False, status="interrupted or failed"
     ),
-    "a collective of its own": Kind("on_train_batch_end", other_collective, said="no progress", same=False, limit=40),
+    "a collective of its own": Kind("on_train_batch_end", other_collective, said="", same=False, limit=40),
     "no progress": Kind("on_train_batch_end", sleep_for_ever, said="no progress", timeout=12),
     "no progress, holding the interpreter": Kind("on_train_batch_end", hang_in_c, said="no progress", timeout=12),
 }
@@ -445,7 +445,7 @@ def _judge_folder(outcome: Outcome, kind: Kind, folder: Path) -> None:
     except Exception:
         faults.append(f"the archive's entry is not whole: {traceback.format_exc()}")
         return
-    if entry.result.status != kind.status:
+    if entry.result.status not in kind.status.split(" or "):
         faults.append(f"the entry's status is {entry.result.status}, not {kind.status}: {entry.result.message}")
     elif kind.same and f"rank {outcome.victim}" not in (entry.result.message or ""):
         faults.append(f"the entry does not name the rank: {entry.result.message}")

@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import secrets
 import select
+import signal
 import socket
 import sys
 import threading
@@ -119,12 +120,26 @@ class Watch:
                 self._lock.wait_for(lambda: self.first is not None, timeout=1.0)
             if self.first is None or self.first.rank == self.rank:
                 self.say_once(failure)
+        if follows and self.first is None:
+            self._end_silent_hub()
         if not follows or self.first is None or self.first.rank == self.rank:
             _add_note(error, f"On rank {self.rank} ({failure.place}): {where.action or 'outside of the loops'}")
             return error
         if self.rank == self.first.scribe:
             self.say_once(self.first)
         return PeerFailedError(self.first)
+
+    def _end_silent_hub(self) -> None:
+        """The hub has decided nothing: end its process if it is here, of which no thread runs any more."""
+        with self._lock:
+            known = self._lock.wait_for(lambda: self.first is not None or self._left, timeout=2 * PATIENCE)
+            pid, host = self._of_hub
+            if known or self.rank == 0 or host != socket.gethostname():
+                return
+            cause = "no progress: it does not answer (stopped, or busy in C code that holds the interpreter's lock)"
+            self.first = Failure(rank=0, place=self._place(0), action="", cause=cause)
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
     def suspect(self, error: BaseException | None) -> None:
         """Say that this rank will fail, but goes on for now; or, with ``None``, that all know by now.
@@ -247,7 +262,15 @@ class Watch:
 
     def _report(self) -> None:
         where = self._where(with_stack=True)
-        self._wire.send(kind="report", where=where.action, stack=where.stack, place=self._place(self.rank))
+        still = time.monotonic() - self._since if where.signature == next(iter(self._seen), None) else 0.0
+        self._wire.send(
+            kind="report",
+            where=where.action,
+            stack=where.stack,
+            place=self._place(self.rank),
+            still=still,
+            waits=where.waits,
+        )
 
     def _end(self) -> None:
         """End this process: its main thread cannot."""

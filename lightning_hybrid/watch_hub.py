@@ -95,6 +95,10 @@ class _Member:
     """Since when it has waited for others without a byte or a computation."""
     waits_since: float | None = None
     spoke: float = field(default=0.0)
+    still: float = 0.0
+    """For how many seconds it has not moved, when it spoke."""
+    waits: bool = True
+    """Whether it waited for others then."""
 
 
 class Hub(threading.Thread):
@@ -113,7 +117,7 @@ class Hub(threading.Thread):
         self._first: Failure | None = None
         self._consequence: tuple[float, Failure] | None = None
         self._suspects: dict[int, Failure] = {}
-        self._stall: tuple[float, str, _Member] | None = None
+        self._stall: tuple[float, str] | None = None
         self._warned = False
         self.sockets: list[socket.socket] = [self._listener]
 
@@ -209,6 +213,7 @@ class Hub(threading.Thread):
             member.waits_since = member.idle_since = None
         elif kind == "report":
             member.spoke = time.monotonic()
+            member.still, member.waits = float(message["still"]), bool(message["waits"])
 
     def _lose(self, member: _Member) -> None:
         """A connection has ended."""
@@ -248,24 +253,24 @@ class Hub(threading.Thread):
             return
         longest = max(now - member.waits_since for member in waiting if member.waits_since is not None)
         idle = [now - member.idle_since for member in here if member.idle_since is not None]
-        # who does not wait keeps the others waiting; else whoever began to wait first waits for something impossible
-        suspect = min(here, key=lambda m: (m.waits_since is not None, m.waits_since or 0.0, m.rank))
         if self._suspects and longest > SUSPICION:
             self._decide(next(iter(self._suspects.values())))
         elif self._limit is not None and longest > self._limit:
-            self._ask(now, f"some ranks have waited for others for {longest:.0f} s", suspect)
+            self._ask(now, f"some ranks have waited for others for {longest:.0f} s")
         elif self._deadlock is not None and len(idle) == len(here) and min(idle) > self._deadlock:
             why = f"all ranks wait for each other, and nothing has been sent or computed for {min(idle):.0f} s"
-            self._ask(now, why, suspect)
+            self._ask(now, why)
 
-    def _ask(self, now: float, why: str, suspect: _Member) -> None:
-        self._stall = (now, why, suspect)
+    def _ask(self, now: float, why: str) -> None:
+        self._stall = (now, why)
         for member in self._members:
             member.wire.send(kind="report?")
 
     def _end_stall(self) -> None:
         assert self._stall is not None
-        asked, why, suspect = self._stall
+        asked, why = self._stall
+        # who does not wait keeps the others waiting; else whoever began to wait first waits for something impossible
+        suspect = min(self._members, key=lambda m: (m.spoke >= asked and m.waits, m.spoke >= asked, -m.still, m.rank))
         silent = "does not answer (stopped, or busy in C)", ""
         lines = []
         for m in sorted(self._members, key=lambda m: m.rank):

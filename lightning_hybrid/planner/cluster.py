@@ -18,6 +18,8 @@ __all__ = ["SCHEMA", "Cluster"]
 
 #: Version of the JSON document; it grows when an older reader would misunderstand a newer document.
 SCHEMA = 1
+#: A larger file is none; it may come from anybody.
+_MOST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +116,13 @@ class Cluster:
             ConfigurationError: if the file cannot be read, a key is missing or unknown, or a newer version wrote it.
         """
         try:
+            if (size := Path(path).stat().st_size) > _MOST_BYTES:
+                raise ValueError(f"its {size} bytes are more than the {_MOST_BYTES} that a cluster may have")
             document = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(document, dict):
                 raise ValueError(f"it holds {type(document).__name__}, not an object")
             return cls._from_document(document)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigurationError(f"{os.fspath(path)} does not describe a cluster: {error}.") from error
 
     @classmethod

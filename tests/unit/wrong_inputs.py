@@ -245,6 +245,8 @@ _PLANNER: list[Input] = [
     ("cluster file", '{"device": {"name": "x"}, "num_devices": 8}', ("cluster.json", "device")),
     ("cluster file", '{"device": "H100", "num_devices": 8, "measured": 3}', ("cluster.json", "measured")),
     ("cluster file", '{"schema": 99, "device": "H100", "num_devices": 8}', ("cluster.json", "99")),
+    ("cluster file", " " * (17 << 20), ("cluster.json", "bytes are more than")),
+    ("cluster file", "[" * 100_000, ("cluster.json", "recursion")),
     ("cluster file", b"\xff\xfe", ("cluster.json", "utf-8")),
     *[
         ("model", {name: value}, (name, repr(value), "at least 1"))
