@@ -20,12 +20,17 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.work import BATCH_SIZE, NUM_BLOCKS, LitGPT, rows
+from benchmarks.work import BATCH_SIZE, LENGTH, NUM_BLOCKS, LitGPT, rows
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.layout import Layout, divisors
+from lightning_hybrid.planner import ModelProfile, plan
+from lightning_hybrid.planner.host import CLOSE_ON_HOST, HOST
+from lightning_hybrid.planner.search import in_order
+from lightning_hybrid.planner.setup import Setup, describe
+from lightning_hybrid.run_facts import cluster_here
 
 #: Optimizer steps of a run, and of them those before the clock starts.
-STEPS, WARMUP = 5, 2
+STEPS, WARMUP = 12, 4
 #: A run that takes longer counts as failed.
 TIMEOUT = 240.0
 
@@ -113,6 +118,52 @@ def measure(layout: Layout) -> tuple[float, float, str] | None:
     return found
 
 
+def chosen(num_ranks: int) -> Layout:
+    """The degrees that a run without any would have here, without an archive.
+
+    A data rank's batch is the global batch over the data axis here, so degrees are asked for at that batch.
+    """
+    found = plan(
+        ModelProfile.from_module(LitGPT(), seq_length=LENGTH),
+        cluster_here(torch.device("cpu"), num_ranks, 1),
+        global_batch=BATCH_SIZE,
+        precision="fp32",
+        allowed=_as_measured,
+        idle=False,
+        most=50,
+        constants=HOST,
+    )
+    return in_order(found.plans, close=CLOSE_ON_HOST)[0].setup.layout
+
+
+def _as_measured(setup: Setup) -> str | None:
+    layout, samples = setup.layout, BATCH_SIZE // setup.layout.data_parallel_size
+    ranks = layout.pipeline_parallel_size
+    wanted = 1 if ranks == 1 else min(2 * ranks, samples)
+    return None if setup.num_microbatches == wanted and setup.schedule == "1F1B" else "not what a run would have"
+
+
+def compare(times: dict[Layout, list[tuple[float, float, str] | None]], ranks: list[int]) -> None:
+    """Print, for each number of ranks, the fastest degrees and the chosen ones."""
+    for num_ranks in ranks:
+        median = {
+            layout: tuple(statistics.median(run[which] for run in runs) for which in (0, 1))
+            for layout, found in times.items()
+            if layout.world_size == num_ranks and (runs := [run for run in found if run is not None])
+        }
+        made = chosen(num_ranks)
+        if made not in median:
+            print(f"{num_ranks} ranks: {describe(made)} chosen, which did not run")
+            continue
+        for which, what in enumerate(("wall time", "processor time of all ranks")):
+            best = min(median, key=lambda layout: median[layout][which])
+            ratio = median[made][which] / median[best][which]
+            print(
+                f"{num_ranks} ranks, {what}: chosen {describe(made)} {1e3 * median[made][which]:.0f} ms, fastest"
+                f" {describe(best)} {1e3 * median[best][which]:.0f} ms: {ratio:.3f}"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
@@ -121,15 +172,15 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    times: dict[str, list[tuple[float, float, str] | None]] = {}
+    times: dict[Layout, list[tuple[float, float, str] | None]] = {}
     for number in range(arguments.rounds):
         for layout in (found for ranks in arguments.ranks for found in all_layouts(ranks)):
-            name = f"{layout} / {layout.replicate_size}"
-            times.setdefault(name, []).append(found := measure(layout))
-            print(f"round {number + 1}: {layout.world_size} {name} {found}", flush=True)
+            times.setdefault(layout, []).append(found := measure(layout))
+            print(f"round {number + 1}: {layout.world_size} {describe(layout)} {found}", flush=True)
             if arguments.json:
                 with open(arguments.json, "w", encoding="utf-8") as file:
-                    json.dump(times, file)
+                    json.dump({describe(layout): runs for layout, runs in times.items()}, file)
+    compare(times, arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ __all__ = ["CLOSE_ON_HOST", "HOST", "host_cluster"]
 
 #: Plans that are slower by less than this are as good: so near are estimates for processes that share cores.
 CLOSE_ON_HOST = 0.15
+#: GB/s of copies for each GFLOP/s of products: less is another program's doing, and would speak against replicas.
+_LEAST_BANDWIDTH = 0.08
 #: GB/s that a process sends to another one of its host by gloo, while it receives as much.
 _LOOPBACK = 1.0
 
@@ -32,7 +34,7 @@ HOST = Constants(
     link=1.0,
     network=0.8,
     crowd=0.05,
-    latency=1.0e-3,
+    latency=4.0e-3,
     handover=1.5e-3,
     hop=2.0e-4,
     overlap=0.2,
@@ -70,7 +72,7 @@ def host_cluster(
         name=f"{num_ranks} CPU ranks of {threads} thread{'s' * (threads > 1)}, hosts of {cores:g} cores",
         tflops={"fp32": gflops / 1e3},
         memory=memory_bytes / per_node / 2**30,
-        bandwidth=bandwidth,
+        bandwidth=max(bandwidth, _LEAST_BANDWIDTH * gflops),
         link=_LOOPBACK,
         network=network_gbits / per_node,
         multiprocessors=0,
