@@ -60,6 +60,10 @@ class Switch(L.Callback):
             now = time.perf_counter(), time.process_time()
         self._start = now
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:  # here, since ranks are forked from the script's process
+            print(json.dumps({"steps": self.steps}), flush=True)
+
     def _turn(self, trainer: L.Trainer, pl_module: L.LightningModule, on: bool) -> None:
         self.is_on = on
         if on:
@@ -107,8 +111,6 @@ def measure(axis: str, stretch: int) -> None:
             enable_model_summary=False,
         )
         trainer.fit(LitGPT(), DataLoader(rows(), batch_size=BATCH_SIZE // sizes["data_parallel_size"]))  # type: ignore[arg-type]
-        if trainer.is_global_zero:
-            print(json.dumps({"steps": switch.steps}), flush=True)
 
 
 def report(axis: str, steps: list[list[float]], stretch: int) -> float:
