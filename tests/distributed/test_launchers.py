@@ -181,7 +181,7 @@ def test_a_failing_rank_ends_all(how: str, rank: str, by: str) -> None:
     process = launch([*SCRIPT, how], FAIL_ON_RANK=rank, FAIL_BY=by)
     result = end(process)
     assert result.returncode != 0
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 110  # most of it is the import of torch, in each process
     if by == "raise":
         assert result.stderr.count("RuntimeError: the user's own mistake at step 2") == 1
         assert f"On rank {rank} (data 0, tensor 0, pipeline {rank}): training batch 2" in result.stderr
@@ -189,7 +189,7 @@ def test_a_failing_rank_ends_all(how: str, rank: str, by: str) -> None:
         assert f"First cause: rank {rank} (data 0, tensor 0, pipeline {rank})" in result.stderr
     assert "peer" not in result.stderr  # what other ranks see of it is no cause
     assert "TOOK" not in result.stdout
-    while processes_of([process.pid]) and time.monotonic() - begin < 60:
+    while processes_of([process.pid]) and time.monotonic() - begin < 115:
         time.sleep(0.1)
     assert not processes_of([process.pid]), "ranks are still running"
 
