@@ -28,7 +28,7 @@ from benchmarks.work import BATCH_SIZE, NUM_MICROBATCHES, NUM_STEPS, LitGPT, row
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import BubbleRatio, ConfigArchive, ScalingEfficiency, StepBreakdown
 from lightning_hybrid.callbacks.measurement import Measurement
-from lightning_hybrid.recorder import StepRecorder
+from lightning_hybrid.measuring.recorder import StepRecorder
 
 ALLOWED = 0.01
 #: Lightning's default of ``log_every_n_steps``.

@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader
 
 from benchmarks.work import BATCH_SIZE, LENGTH, NUM_BLOCKS, LitGPT, rows
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.choosing.run_facts import cluster_here
 from lightning_hybrid.layout import Layout, divisors
 from lightning_hybrid.planner import ModelProfile, plan
 from lightning_hybrid.planner.host import CLOSE_ON_HOST, HOST
 from lightning_hybrid.planner.search import in_order
 from lightning_hybrid.planner.setup import Setup, describe
-from lightning_hybrid.run_facts import cluster_here
 
 #: Optimizer steps of a run, and of them those before the clock starts.
 STEPS, WARMUP = 12, 4

@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from lightning_hybrid.callbacks.loggers import show
 from lightning_hybrid.callbacks.measurement import Measurement, has_marks
+from lightning_hybrid.measuring.recorder import RecordedStep, gather_timelines
 from lightning_hybrid.metrics.bubble import Bubble, measure_bubble
 from lightning_hybrid.pipeline.timeline import COMPUTE, Timeline, ideal_of, table_of
-from lightning_hybrid.recorder import RecordedStep, gather_timelines
 from lightning_hybrid.report import timeline_page
 
 __all__ = ["BubbleRatio"]

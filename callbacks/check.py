@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_hybrid.callbacks.verify import Verify
 from lightning_hybrid.errors import ConfigurationError, ProbeError, VerificationError
-from lightning_hybrid.local_ranks import run_here
+from lightning_hybrid.machine.local_ranks import run_here
 from lightning_hybrid.strategy import Hybrid3DStrategy
 
 __all__ = ["check"]

@@ -29,12 +29,12 @@ from lightning_hybrid.callbacks.run_entry import (
     rates,
 )
 from lightning_hybrid.callbacks.scaling_efficiency import count_samples, count_tokens, gather, layout_of
+from lightning_hybrid.choosing.run_facts import known_fingerprint
 from lightning_hybrid.errors import ArchiveError
-from lightning_hybrid.failure import Failure, PeerFailedError, is_consequence
+from lightning_hybrid.failures.failure import Failure, PeerFailedError, is_consequence
+from lightning_hybrid.measuring.recorder import RecordedStep
 from lightning_hybrid.metrics.advice import BatchAndRate, Figures
 from lightning_hybrid.metrics.throughput import Throughput, count_once
-from lightning_hybrid.recorder import RecordedStep
-from lightning_hybrid.run_facts import known_fingerprint
 
 __all__ = ["ConfigArchive"]
 

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from lightning_hybrid.callbacks.loggers import log_values
 from lightning_hybrid.errors import ConfigurationError
+from lightning_hybrid.measuring.recorder import RecordedStep, StepRecorder
 from lightning_hybrid.metrics.history import History
-from lightning_hybrid.recorder import RecordedStep, StepRecorder
 
 __all__ = ["Measurement"]
 

@@ -21,7 +21,7 @@ from lightning_hybrid.archive.record import write_history, write_timeline
 from lightning_hybrid.archive.surroundings import redact
 from lightning_hybrid.callbacks.measurement import Measurement
 from lightning_hybrid.callbacks.scaling_efficiency import layout_of
-from lightning_hybrid.failure import Status, status_of
+from lightning_hybrid.failures.failure import Status, status_of
 from lightning_hybrid.metrics.throughput import Throughput
 from lightning_hybrid.settings import Settings as RunSettings
 from lightning_hybrid.settings import options_of

@@ -20,16 +20,16 @@ from lightning_hybrid.archive import Archive, Entry, Fingerprint, detect_hardwar
 from lightning_hybrid.callbacks.loggers import show
 from lightning_hybrid.callbacks.measurement import Measurement
 from lightning_hybrid.callbacks.utilization import Utilization
+from lightning_hybrid.choosing.run_facts import known_fingerprint
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
+from lightning_hybrid.measuring.recorder import RecordedStep
 from lightning_hybrid.metrics.scaling import Reference, Scaling, compare
 from lightning_hybrid.metrics.throughput import Throughput, count_once
-from lightning_hybrid.recorder import RecordedStep
 from lightning_hybrid.report import chart_page
 from lightning_hybrid.report.archive import points_of
 from lightning_hybrid.report.charts import Point, devices_chart
 from lightning_hybrid.report.groups import group_around, reference_of
-from lightning_hybrid.run_facts import known_fingerprint
 
 __all__ = ["ScalingEfficiency"]
 

@@ -16,6 +16,8 @@ from lightning_hybrid.callbacks.measurement import Measurement, has_marks
 from lightning_hybrid.callbacks.step_trace import write_trace
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
+from lightning_hybrid.measuring.recorder import RecordedStep, gather_timelines
+from lightning_hybrid.measuring.sampling import StepSample
 from lightning_hybrid.metrics.advice import Figures, links_of
 from lightning_hybrid.metrics.breakdown import (
     PARTS,
@@ -28,10 +30,8 @@ from lightning_hybrid.metrics.breakdown import (
     spans_of_marks,
 )
 from lightning_hybrid.pipeline.timeline import Timeline
-from lightning_hybrid.recorder import RecordedStep, gather_timelines
 from lightning_hybrid.report import chart_page
 from lightning_hybrid.report.charts import area_chart
-from lightning_hybrid.sampling import StepSample
 
 __all__ = ["StepBreakdown"]
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning_hybrid.measuring.recorder import RecordedStep
 from lightning_hybrid.metrics.breakdown import Span
 from lightning_hybrid.metrics.collectives import Event
 from lightning_hybrid.metrics.trace import RankTrace, build_trace, longest
 from lightning_hybrid.pipeline.timeline import Mark
-from lightning_hybrid.recorder import RecordedStep
 
 __all__ = ["write_trace"]
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_hybrid.flops import count_flops
+from lightning_hybrid.measuring.flops import count_flops
 from lightning_hybrid.metrics.throughput import Throughput
 from lightning_hybrid.metrics.utilization import model_flops_utilization, peak_flops_of, training_flops
 

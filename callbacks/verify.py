@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_hybrid.batches.randomness import is_same_state, random_state, restore_random_state
 from lightning_hybrid.errors import ConfigurationError, VerificationError
 from lightning_hybrid.optimizer import grad_norm
-from lightning_hybrid.randomness import is_same_state, random_state, restore_random_state
 
 __all__ = ["Verify"]
 

@@ -10,8 +10,8 @@ from lightning_hybrid.checkpoint.export import save_safetensors
 from lightning_hybrid.checkpoint.files import load_from_directories
 from lightning_hybrid.checkpoint.pretrained import load_safetensors
 from lightning_hybrid.checkpoint.whole import latest_checkpoint
+from lightning_hybrid.describing.estimate import describe_rank
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.estimate import describe_rank
 from lightning_hybrid.optimizer import grad_norm
 from lightning_hybrid.replicas.options import ReplicaSync
 from lightning_hybrid.strategy import Hybrid3DStrategy

@@ -9,12 +9,12 @@ from typing import Literal
 from jsonargparse import ArgumentParser
 from rich.console import Console
 
-from lightning_hybrid.cli_archive import ARCHIVE_COMMANDS
-from lightning_hybrid.cli_check import check_command
-from lightning_hybrid.cli_plan import plan_command
-from lightning_hybrid.cli_probe import doctor_command, probe_command
-from lightning_hybrid.cli_report import report_command
-from lightning_hybrid.cli_schedule import schedule_command
+from lightning_hybrid.commands.archive import ARCHIVE_COMMANDS
+from lightning_hybrid.commands.check import check_command
+from lightning_hybrid.commands.plan import plan_command
+from lightning_hybrid.commands.probe import doctor_command, probe_command
+from lightning_hybrid.commands.report import report_command
+from lightning_hybrid.commands.schedule import schedule_command
 from lightning_hybrid.errors import HybridError
 
 __all__ = ["convert_command", "main"]
@@ -30,7 +30,7 @@ _PLAN = "Which degrees would train a model fastest, and what a step would take; 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, or 1 with one sentence on stderr (2 for unknown arguments).
 
-    ``doctor`` has codes of its own, see :func:`~lightning_hybrid.cli_probe.doctor_command`.
+    ``doctor`` has codes of its own, see :func:`~lightning_hybrid.commands.probe.doctor_command`.
     """
     chosen = _build_parser().parse_args(None if arguments is None else list(arguments))
     group = chosen[chosen.subcommand]

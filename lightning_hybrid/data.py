@@ -23,10 +23,10 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lightning_hybrid.batches.one_reader import OneReader, SharedIterator
+from lightning_hybrid.batches.randomness import is_same_state, random_state, restore_random_state
+from lightning_hybrid.batches.structure import leaves_of
 from lightning_hybrid.errors import ConfigurationError
-from lightning_hybrid.one_reader import OneReader, SharedIterator
-from lightning_hybrid.randomness import is_same_state, random_state, restore_random_state
-from lightning_hybrid.structure import leaves_of
 
 __all__ = [
     "check_same_batch",

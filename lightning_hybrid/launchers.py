@@ -20,9 +20,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_hybrid.failing import failing_together, kill_all, run_together, watch_children
-from lightning_hybrid.restart import prepare_for_restarts
-from lightning_hybrid.tuning import tune
+from lightning_hybrid.choosing.tuning import tune
+from lightning_hybrid.failures.failing import failing_together, kill_all, run_together, watch_children
+from lightning_hybrid.failures.restart import prepare_for_restarts
 
 __all__ = ["HybridMultiProcessingLauncher", "make_launcher"]
 
@@ -38,7 +38,7 @@ def make_launcher(strategy: Any) -> _Launcher:
 
 
 class _Restartable(_Launcher):
-    """Before anything is run, see :mod:`lightning_hybrid.restart`."""
+    """Before anything is run, see :mod:`lightning_hybrid.failures.restart`."""
 
     @override
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ class _Restartable(_Launcher):
         return super().launch(function, *args, trainer=trainer, **kwargs)  # type: ignore[safe-super]
 
     def _tune(self, function: Any, args: tuple[Any, ...], trainer: Any) -> None:
-        """See :mod:`lightning_hybrid.tuning`. Not where the ranks run already."""
+        """See :mod:`lightning_hybrid.choosing.tuning`. Not where the ranks run already."""
         if isinstance(self, _InThisProcess):
             return
 
@@ -62,7 +62,7 @@ class _Restartable(_Launcher):
         tune(start, trainer.strategy, trainer, args)
 
     def _guarded(self, function: Any, trainer: Any) -> Any:
-        """What is run instead of ``function``, see :mod:`lightning_hybrid.failing`."""
+        """What is run instead of ``function``, see :mod:`lightning_hybrid.failures.failing`."""
         return partial(run_together, trainer, function)
 
 

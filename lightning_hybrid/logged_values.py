@@ -21,9 +21,9 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_sum
 
 from lightning_hybrid.errors import UnsupportedError
-from lightning_hybrid.log_rules import LogRules, apply_rule
 from lightning_hybrid.pipeline.hollow import refuse_hollow
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine
+from lightning_hybrid.training.log_rules import LogRules, apply_rule
 
 __all__ = ["LogRecorder", "MetricMirror", "merge_outputs", "no_advice_to_synchronise"]
 

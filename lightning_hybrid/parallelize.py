@@ -17,24 +17,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.buffers import SharedBuffers
+from lightning_hybrid.batches.randomness import SHARES
+from lightning_hybrid.building.materialize import MetaWeights, check_same_meta, on_meta, to_meta, values_to_try_with
+from lightning_hybrid.building.own_parallel import check_own, is_parallel, synchronise_own
+from lightning_hybrid.building.per_block import apply_per_block
 from lightning_hybrid.checkpoint.consolidate import StateKeys
 from lightning_hybrid.checkpoint.pretrained import check_same_origins, load_origins, origins, refuse_unread, wait_on
+from lightning_hybrid.data_parallel.buffers import SharedBuffers
+from lightning_hybrid.data_parallel.replication import Replication, replicates_only
+from lightning_hybrid.data_parallel.sharded_draws import draw_as_one_process
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
-from lightning_hybrid.materialize import MetaWeights, check_same_meta, on_meta, to_meta, values_to_try_with
 from lightning_hybrid.mesh import axis_group, data_mesh
-from lightning_hybrid.own_parallel import check_own, is_parallel, synchronise_own
-from lightning_hybrid.per_block import apply_per_block
 from lightning_hybrid.pipeline.blocks import Blocks, find_block_lists, list_blocks
 from lightning_hybrid.pipeline.partition import partition_blocks
 from lightning_hybrid.pipeline.predict import chain_of
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.stage import Cut
-from lightning_hybrid.randomness import SHARES
-from lightning_hybrid.replication import Replication, replicates_only
 from lightning_hybrid.settings import Settings
-from lightning_hybrid.sharded_draws import draw_as_one_process
 from lightning_hybrid.sharding import ShardedRoot, apply_sharding
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.check import check_plan
@@ -139,7 +139,7 @@ def parallelize(
 
     All ranks must call this with equal arguments. Weights on the meta device are drawn from ``seed``; ``given`` are
     keys that a checkpoint will overwrite afterwards. On the meta device the part has shapes and no values, and
-    there are no collectives (:mod:`~lightning_hybrid.estimate`).
+    there are no collectives (:mod:`~lightning_hybrid.describing.estimate`).
 
     Raises:
         ConfigurationError: if degrees do not fit the model.

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_hybrid.device_speed import cores, measure_device
 from lightning_hybrid.errors import ConfigurationError, ProbeError
 from lightning_hybrid.layout import Layout
-from lightning_hybrid.link_times import (
+from lightning_hybrid.machine.device_speed import cores, measure_device
+from lightning_hybrid.machine.link_times import (
     FULL,
     QUICK,
     Kind,
@@ -31,14 +31,14 @@ from lightning_hybrid.link_times import (
     measure_groups,
     measure_pairs,
 )
-from lightning_hybrid.local_ranks import run_here
+from lightning_hybrid.machine.local_ranks import run_here
+from lightning_hybrid.machine.report import compare_with_nominal
 from lightning_hybrid.mesh import axis_group
 from lightning_hybrid.planner.cluster import Cluster
 from lightning_hybrid.planner.constants import FITTED
 from lightning_hybrid.planner.gpus import Gpu, find_gpu
 from lightning_hybrid.planner.links import Device, Measured, find_slow
 from lightning_hybrid.planner.placement import Group
-from lightning_hybrid.probe_report import compare_with_nominal
 
 __all__ = ["kinds_of_layout", "probe", "probe_axes", "probe_group"]
 

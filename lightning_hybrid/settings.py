@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from torch.distributed import Backend
 
+from lightning_hybrid.building.per_block import ActivationCheckpointing, check_per_block
 from lightning_hybrid.errors import ConfigurationError
-from lightning_hybrid.per_block import ActivationCheckpointing, check_per_block
 from lightning_hybrid.pipeline.blocks import Blocks
 from lightning_hybrid.replicas.options import ReplicaSync
 

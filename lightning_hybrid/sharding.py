@@ -21,9 +21,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchmetrics import Metric
 
 from lightning_hybrid.checkpoint.pretrained import is_waiting
+from lightning_hybrid.data_parallel.gloo import exchange_directly
+from lightning_hybrid.data_parallel.lockstep import Lockstep
 from lightning_hybrid.errors import UnsupportedError
-from lightning_hybrid.gloo import exchange_directly
-from lightning_hybrid.lockstep import Lockstep
 
 __all__ = [
     "ShardedRoot",

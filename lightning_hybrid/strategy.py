@@ -21,34 +21,34 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_hybrid.choose import check_run, choose_layout
-from lightning_hybrid.clock import Clock
+from lightning_hybrid.batches.randomness import StepRandomness, derive_seed, same_random_state
+from lightning_hybrid.building.per_block import ActivationCheckpointing
+from lightning_hybrid.choosing.choose import check_run, choose_layout
+from lightning_hybrid.choosing.from_archive import FromArchive
+from lightning_hybrid.choosing.run_choice import RunChoice
 from lightning_hybrid.data import prepare_loader, restore_loader_states
-from lightning_hybrid.describe import describe_run, layout_table, memory_table
-from lightning_hybrid.evaluation import evaluate_by_no_grad, refuse_too_few_samples
-from lightning_hybrid.from_archive import FromArchive
-from lightning_hybrid.gradients import zeroes_unseen
+from lightning_hybrid.describing.describe import describe_run, layout_table, memory_table
+from lightning_hybrid.failures.stopping import stop_together
+from lightning_hybrid.failures.watch import start_watch
 from lightning_hybrid.launchers import make_launcher
 from lightning_hybrid.layout import Coordinate, Layout
-from lightning_hybrid.lightning_callbacks import adapt_callbacks
 from lightning_hybrid.logged_values import no_advice_to_synchronise
+from lightning_hybrid.measuring.clock import Clock
 from lightning_hybrid.mesh import axis_group, build_mesh
 from lightning_hybrid.optimizer import clip_grad_norm, clip_grad_value, global_grad_norm
 from lightning_hybrid.parallelize import parallelize
-from lightning_hybrid.per_block import ActivationCheckpointing
 from lightning_hybrid.pipeline.blocks import Blocks
 from lightning_hybrid.pipeline.schedule import Table
 from lightning_hybrid.pipeline.timeline import Mark
-from lightning_hybrid.randomness import StepRandomness, derive_seed, same_random_state
 from lightning_hybrid.replicas.hooks import ReplicaHooks
 from lightning_hybrid.replicas.options import ReplicaSync
-from lightning_hybrid.run_choice import RunChoice
 from lightning_hybrid.settings import Settings
-from lightning_hybrid.setup_pipeline import PipelineSetup
 from lightning_hybrid.sharding import ShardedRoot, backward_of, call_inside, reshard, set_gradient_sync, to_device
-from lightning_hybrid.stopping import stop_together
 from lightning_hybrid.tensor_parallel.joined_late import joined
-from lightning_hybrid.watch import start_watch
+from lightning_hybrid.training.evaluation import evaluate_by_no_grad, refuse_too_few_samples
+from lightning_hybrid.training.gradients import zeroes_unseen
+from lightning_hybrid.training.lightning_callbacks import adapt_callbacks
+from lightning_hybrid.training.setup_pipeline import PipelineSetup
 
 __all__ = ["Hybrid3DStrategy"]
 
@@ -61,7 +61,7 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
     Args:
         data_parallel_size: Ranks that read different samples. The product of the three degrees is the number of
             devices; ``"auto"`` takes what the others leave over. Without any of the three all are chosen: an archive's
-            nearest known-good entry's, else the planner's (:mod:`lightning_hybrid.choose_plan`).
+            nearest known-good entry's, else the planner's (:mod:`lightning_hybrid.choosing.plan`).
         tensor_parallel_size: Ranks that split each block's matrices, following ``tp_plan``.
         pipeline_parallel_size: Ranks that split the blocks.
         replicate_size: Replicas along the data axis (HSDP), whose rest shards; ``"auto"`` is 1, or chosen with degrees.
@@ -71,7 +71,7 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
             of pipeline ranks.
         schedule: torch's name of a pipeline schedule, such as ``"GPipe"``, ``"1F1B"`` or ``"Interleaved1F1B"``;
             ``"auto"`` is the fastest that the archive measured for this model and these degrees, or that is predicted
-            (see :mod:`lightning_hybrid.auto_schedule`). Or the path of a table of your own in torch's CSV form
+            (see :mod:`lightning_hybrid.choosing.auto_schedule`). Or the path of a table of your own in torch's CSV form
             (``"my_schedule.csv"``, see :mod:`lightning_hybrid.pipeline.schedule_file`), which also says the number of
             pipeline ranks, stages and micro-batches.
         stages_per_rank: Virtual stages of each pipeline rank, for schedules that have them; ``"auto"`` is 2 for those.
@@ -344,7 +344,7 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
         rank_zero_info(layout_table(layout, self.schedule, rows, part.plan))
 
     def _synchronise_randomness(self) -> None:
-        """See the note in :mod:`lightning_hybrid.randomness`."""
+        """See the note in :mod:`lightning_hybrid.batches.randomness`."""
         self._seed = self.broadcast(torch.initial_seed() % 2**62)
         if self.layout.world_size > 1:
             same_random_state(self.device_mesh)

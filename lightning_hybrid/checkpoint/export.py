@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
+from lightning_hybrid.building.materialize import on_meta
 from lightning_hybrid.checkpoint.consolidate import StateKeys, state_in_parts
 from lightning_hybrid.checkpoint.directory import on_first
 from lightning_hybrid.checkpoint.hooks import CheckpointHooks
@@ -27,7 +28,6 @@ from lightning_hybrid.checkpoint.safetensors_files import (
 from lightning_hybrid.checkpoint.transformers_names import is_transformers_model
 from lightning_hybrid.checkpoint.whole import put_in_place
 from lightning_hybrid.errors import CheckpointError, ConfigurationError, UnsupportedError
-from lightning_hybrid.materialize import on_meta
 
 __all__ = ["save_safetensors"]
 

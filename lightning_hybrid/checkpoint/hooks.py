@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hybrid.building.materialize import on_meta
 from lightning_hybrid.checkpoint.background import Background
 from lightning_hybrid.checkpoint.consolidate import (
     StateKeys,
@@ -27,14 +28,13 @@ from lightning_hybrid.checkpoint.loader_states import add_loader_states, take_lo
 from lightning_hybrid.checkpoint.partial_states import warn_of_partial_states
 from lightning_hybrid.checkpoint.stage_parts import join_stages
 from lightning_hybrid.checkpoint.whole import absolute, checkpoint_to_load
-from lightning_hybrid.collectives import AxisCollectives
 from lightning_hybrid.errors import CheckpointError, UnsupportedError
 from lightning_hybrid.layout import Coordinate, Layout
-from lightning_hybrid.materialize import on_meta
 from lightning_hybrid.optimizer import disable_foreach_on_mixed_tensors
-from lightning_hybrid.optimizer_scope import refuse_wide_optimizers
 from lightning_hybrid.sharding import reshard_inside
-from lightning_hybrid.torch_clipping import refuse_norms_of
+from lightning_hybrid.training.collectives import AxisCollectives
+from lightning_hybrid.training.optimizer_scope import refuse_wide_optimizers
+from lightning_hybrid.training.torch_clipping import refuse_norms_of
 
 __all__ = ["CheckpointHooks"]
 

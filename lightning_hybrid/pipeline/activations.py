@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.batches.structure import leaves_of
 from lightning_hybrid.pipeline.channels import Channels
-from lightning_hybrid.structure import leaves_of
 
 __all__ = ["Activations", "look_of"]
 

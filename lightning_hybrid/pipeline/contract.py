@@ -22,15 +22,15 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_hybrid.batches.randomness import random_mark
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.log_rules import LoggedFact, LogRules, fitting_rules
 from lightning_hybrid.logged_values import LogRecorder
 from lightning_hybrid.pipeline.activations import look_of
 from lightning_hybrid.pipeline.loss import MicrobatchLoss, combine
 from lightning_hybrid.pipeline.probe import StepFacts
 from lightning_hybrid.pipeline.schedule import Action
 from lightning_hybrid.pipeline.step import PipelineRank, StepInputs
-from lightning_hybrid.randomness import random_mark
+from lightning_hybrid.training.log_rules import LoggedFact, LogRules, fitting_rules
 
 __all__ = ["Rehearsal", "disagreement", "rehearsed_sizes"]
 

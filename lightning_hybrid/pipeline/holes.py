@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from lightning_hybrid.flops import count_flops
+from lightning_hybrid.measuring.flops import count_flops
 from lightning_hybrid.pipeline.hollow import plain
 
 __all__ = ["Hole", "KeptBytes", "placeholder"]

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from lightning_hybrid.batches.randomness import random_mark
 from lightning_hybrid.errors import PipelineError, UnsupportedError
 from lightning_hybrid.pipeline.holes import Hole, placeholder
 from lightning_hybrid.pipeline.hollow import hollow, refuse_hollow, refuse_leaked
 from lightning_hybrid.pipeline.probe import Probe, StepFacts
-from lightning_hybrid.randomness import random_mark
 
 __all__ = ["Cut", "StageRun"]
 

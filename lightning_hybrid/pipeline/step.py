@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.clock import Clock
+from lightning_hybrid.failures.watch import suspect
+from lightning_hybrid.measuring.clock import Clock
 from lightning_hybrid.pipeline.activations import Activations
 from lightning_hybrid.pipeline.channels import Channels
 from lightning_hybrid.pipeline.loss import MicrobatchLoss
@@ -24,7 +25,6 @@ from lightning_hybrid.pipeline.schedule import Action, Kind, ScheduleSpec
 from lightning_hybrid.pipeline.stage import Cut, StageRun
 from lightning_hybrid.pipeline.torch_schedules import backward_of_inputs, backward_of_weights
 from lightning_hybrid.pipeline.whole_batch import WholeBatch
-from lightning_hybrid.watch import suspect
 
 __all__ = ["PipelineRank", "StepInputs"]
 

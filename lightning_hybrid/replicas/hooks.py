@@ -12,12 +12,12 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hybrid.clock import Clock
-from lightning_hybrid.evaluation import EvaluationHooks, gather_objects
+from lightning_hybrid.measuring.clock import Clock
 from lightning_hybrid.mesh import axis_group, replica_group, replica_mesh
 from lightning_hybrid.replicas.states import add_replica_states, take_replica_states
 from lightning_hybrid.replicas.window import Replicas
 from lightning_hybrid.sharding import reshard
+from lightning_hybrid.training.evaluation import EvaluationHooks, gather_objects
 
 __all__ = ["ReplicaHooks"]
 

@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.buffers import SharedBuffers
+from lightning_hybrid.data_parallel.buffers import SharedBuffers
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from lightning_hybrid.planner.replicas import propose_replica_sync
 from lightning_hybrid.replicas.exchange import Averager, Running, buckets_of

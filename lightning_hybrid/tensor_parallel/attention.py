@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hybrid.randomness import SHARES
+from lightning_hybrid.batches.randomness import SHARES
 from lightning_hybrid.tensor_parallel.collectives import enter_split, join_shares, leave_partial
 
 __all__ = ["attend", "cuts_a_head", "why_not_split"]

@@ -25,7 +25,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hybrid.errors import ConfigurationError
-from lightning_hybrid.snapshots import as_it_is
 from lightning_hybrid.tensor_parallel.apply import apply_tensor_parallel
 from lightning_hybrid.tensor_parallel.beside import copied, run_with_beside
 from lightning_hybrid.tensor_parallel.draws import draws_of, wrong_draws
@@ -35,6 +34,7 @@ from lightning_hybrid.tensor_parallel.random_inputs import random_call, random_w
 from lightning_hybrid.tensor_parallel.sequence import call_whole
 from lightning_hybrid.tensor_parallel.styles import joined_rows
 from lightning_hybrid.tensor_parallel.together import FailedElsewhere, together
+from lightning_hybrid.training.snapshots import as_it_is
 
 __all__ = [
     "TOLERANCE",

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.gloo import reduce_scatter
+from lightning_hybrid.data_parallel.gloo import reduce_scatter
 from lightning_hybrid.tensor_parallel.together import agree_first
 
 __all__ = [

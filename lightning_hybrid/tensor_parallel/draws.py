@@ -2,7 +2,7 @@
 
 One block of each kind is run whole and split, in training mode. A draw whose result is smaller in the split block is
 for a rank's share, and must come from the rank's own stream; any other must not, or ranks would disagree about values
-that they all hold (see the notes in :mod:`lightning_hybrid.randomness`).
+that they all hold (see the notes in :mod:`lightning_hybrid.batches.randomness`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_hybrid.randomness import SHARES, random_mark
+from lightning_hybrid.batches.randomness import SHARES, random_mark
 from lightning_hybrid.tensor_parallel.sequence import call_whole
 from lightning_hybrid.tensor_parallel.together import together
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_hybrid.snapshots import as_it_is
+from lightning_hybrid.training.snapshots import as_it_is
 
 __all__ = ["random_call", "random_weights"]
 

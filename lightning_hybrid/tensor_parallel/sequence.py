@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_map_only, tree_unflatten
 
+from lightning_hybrid.batches.randomness import SHARES
 from lightning_hybrid.errors import UnsupportedError
-from lightning_hybrid.randomness import SHARES
 from lightning_hybrid.tensor_parallel.collectives import gather_tokens, join_shares, keep_share
 from lightning_hybrid.tensor_parallel.joined_late import JoinedLate, joined
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_hybrid.randomness import SHARES
+from lightning_hybrid.batches.randomness import SHARES
 from lightning_hybrid.tensor_parallel.attention import attend
 from lightning_hybrid.tensor_parallel.collectives import (
     JoinedRows,

@@ -9,7 +9,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-import lightning_hybrid.setup_pipeline
+import lightning_hybrid.training.setup_pipeline
 from lightning_hybrid.pipeline.activations import Activations
 from lightning_hybrid.pipeline.contract import Rehearsal
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
@@ -73,7 +73,7 @@ def test_a_wrong_message_is_noticed() -> None:
 
 def as_nccl() -> None:
     """Groups by boundary instead of tags, as messages go over NCCL."""
-    lightning_hybrid.setup_pipeline.has_tags = lambda group: False
+    lightning_hybrid.training.setup_pipeline.has_tags = lambda group: False
 
 
 @pytest.mark.parametrize(("num_ranks", "schedule"), [(2, "Interleaved1F1B"), (2, "DualPipeV"), (4, "1F1B")])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import lightning_hybrid.auto_schedule
+import lightning_hybrid.choosing.auto_schedule
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.archive import Archive
 from lightning_hybrid.callbacks import ConfigArchive
@@ -31,7 +31,7 @@ def prefer(name: str) -> None:
     def fastest(forecasts: list[Forecast]) -> Forecast:
         return next(forecast for forecast in forecasts if forecast.spec.name == name)
 
-    lightning_hybrid.auto_schedule.fastest = fastest  # type: ignore[assignment]
+    lightning_hybrid.choosing.auto_schedule.fastest = fastest  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("model", ["llama", "t5", "two_lists"])
@@ -101,14 +101,14 @@ def test_the_timing_leaves_no_trace() -> None:
 
 
 def block_fails_on_the_second_rank() -> None:
-    right = lightning_hybrid.auto_schedule.time_block
+    right = lightning_hybrid.choosing.auto_schedule.time_block
 
     def wrong(*args: Any, **options: Any) -> Any:
         if torch.distributed.get_rank() == 1:
             raise RuntimeError("this block runs in company only")
         return right(*args, **options)
 
-    lightning_hybrid.auto_schedule.time_block = wrong
+    lightning_hybrid.choosing.auto_schedule.time_block = wrong
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def block_fails_on_the_second_rank() -> None:
 def test_the_reason_is_said(degrees: dict[str, Any], num_blocks: int, sabotage: Callable[[], None], words: str) -> None:
     def run(rank: int) -> tuple[str, str]:
         said: list[str] = []
-        lightning_hybrid.setup_pipeline.rank_zero_info = said.append
+        lightning_hybrid.training.setup_pipeline.rank_zero_info = said.append
         sabotage()
         strategy = Hybrid3DStrategy(archive=None, data_parallel_size=1, tensor_parallel_size=1, **PP2)
         trainer = L.Trainer(devices=2, strategy=strategy, max_steps=1, **QUIET)

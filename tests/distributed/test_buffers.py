@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.buffers import SharedBuffers
+from lightning_hybrid.data_parallel.buffers import SharedBuffers
 from tests.distributed.equality import QUIET
 from tests.distributed.zoo import Classifier, labelled_rows
 from tests.ranks import run_ranks

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import BubbleRatio, ScalingEfficiency, StepBreakdown
+from lightning_hybrid.measuring.recorder import gather_timelines
 from lightning_hybrid.metrics import PARTS, Span, break_down, spans_of_marks
-from lightning_hybrid.recorder import gather_timelines
 from tests.wandb_file import read_run
 
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import KINDS, inject
-from lightning_hybrid import watch
+from lightning_hybrid.failures import watch
 
 STRIKES = [
     ("exception in a block's backward", "dp2xpp2", 3),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_hybrid.pipeline.whole_batch
-import lightning_hybrid.pipelined
+import lightning_hybrid.training.pipelined
 from lightning_hybrid.errors import UnsupportedError
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.distributed.zoo import Lit, checkpointed, labelled_rows, text_rows
@@ -235,7 +235,7 @@ def test_rows_that_are_mixed_before_the_blocks(kind: str, in_parts: str, as_a_wh
 
 
 def unrehearsed() -> None:
-    lightning_hybrid.pipelined.Rehearsal.find = lambda self, read_loss: (None, True)  # type: ignore[method-assign]
+    lightning_hybrid.training.pipelined.Rehearsal.find = lambda self, read_loss: (None, True)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("more", [{}, WHOLE], ids=["parts", "whole"])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid import sharded_draws
+from lightning_hybrid.data_parallel import sharded_draws
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.distributed.zoo import Classifier, labelled_rows, mlp
 from tests.ranks import run_ranks

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_hybrid.batches.randomness import SHARES, ShareStream, StepRandomness
 from lightning_hybrid.errors import ConfigurationError
-from lightning_hybrid.randomness import SHARES, ShareStream, StepRandomness
 from tests.distributed.equality import Trace, assert_equal, must_differ, trace
 from tests.distributed.zoo import SMALL, VOCABULARY, Lit, generator, hugging_face, text_rows
 from tests.ranks import run_ranks

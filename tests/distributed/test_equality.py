@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import lightning_hybrid.parallelize
-import lightning_hybrid.pipelined
 import lightning_hybrid.sharding
 import lightning_hybrid.strategy
-import lightning_hybrid.torch_clipping
+import lightning_hybrid.training.pipelined
+import lightning_hybrid.training.torch_clipping
 import tests.distributed.equality
 from examples.gpt.module import LitGPT
 from examples.gpt.train import TP_PLAN
@@ -87,13 +87,13 @@ def all_data_ranks_read_the_same() -> None:
 
 
 def mean_taken_twice() -> None:
-    right = lightning_hybrid.pipelined.reduce_gradients
-    lightning_hybrid.pipelined.reduce_gradients = lambda module, root, scale: right(module, root, scale / 2)
+    right = lightning_hybrid.training.pipelined.reduce_gradients
+    lightning_hybrid.training.pipelined.reduce_gradients = lambda module, root, scale: right(module, root, scale / 2)
 
 
 def local_norm() -> None:
     def clip(parameters: Any, max_norm: float, **_: Any) -> Any:
-        lightning_hybrid.torch_clipping._parts.clear()  # which would have refused it
+        lightning_hybrid.training.torch_clipping._parts.clear()  # which would have refused it
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     lightning_hybrid.strategy.clip_grad_norm = clip

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.collectives import AxisCollectives
 from lightning_hybrid.errors import PipelineError, UnsupportedError
+from lightning_hybrid.training.collectives import AxisCollectives
 from tests.distributed.equality import ONE_PROCESS, QUIET, Trace, assert_equal, trace
 from tests.distributed.zoo import Classifier, Lit, labelled_rows, mlp
 from tests.ranks import RankError, run_ranks

@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler
 
-import lightning_hybrid.averages
 import lightning_hybrid.strategy
+import lightning_hybrid.training.averages
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.errors import UnsupportedError
 from tests.distributed.equality import ONE_PROCESS, QUIET, Trace, assert_equal, must_differ, trace
@@ -313,7 +313,7 @@ def go_on(rank: int, degrees: dict[str, Any], start: dict[str, Any], folder: Pat
 
 def forgetful(rank: int, *args: Any) -> list[float]:
     """Weights are resumed without their average."""
-    lightning_hybrid.averages.Average._load_from_state_dict = lambda *_: None  # type: ignore[method-assign]
+    lightning_hybrid.training.averages.Average._load_from_state_dict = lambda *_: None  # type: ignore[method-assign]
     return go_on(rank, *args)
 
 

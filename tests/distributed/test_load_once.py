@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lightning_hybrid import Hybrid3DStrategy, one_reader
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.batches import one_reader
 from lightning_hybrid.errors import HybridError
 from tests.distributed.equality import QUIET
 from tests.distributed.test_hooks import PLAN, Block

@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat
 
-from lightning_hybrid import Hybrid3DStrategy, kept_values, log_rules, logged_values
+from lightning_hybrid import Hybrid3DStrategy, logged_values
 from lightning_hybrid.errors import UnsupportedError
+from lightning_hybrid.training import kept_values, log_rules
 from tests.distributed.equality import QUIET
 from tests.distributed.zoo import Lit, labelled_rows
 from tests.ranks import run_ranks

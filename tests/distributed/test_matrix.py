@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import lightning_hybrid.pipeline.step
-import lightning_hybrid.pipelined
-import lightning_hybrid.setup_pipeline
-from lightning_hybrid.gradients import GradientLedger
+import lightning_hybrid.training.pipelined
+import lightning_hybrid.training.setup_pipeline
 from lightning_hybrid.pipeline.schedule import SCHEDULES
 from lightning_hybrid.pipeline.step import PipelineRank
+from lightning_hybrid.training.gradients import GradientLedger
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace, worst_error
 from tests.distributed.zoo import ZOO, even_rows
 from tests.ranks import run_ranks
@@ -143,12 +143,12 @@ def gradients_of_a_boundary_halved() -> None:
 
 
 def tied_sum_left_out() -> None:
-    lightning_hybrid.setup_pipeline.sync_tied_gradients = lambda *args: None
+    lightning_hybrid.training.setup_pipeline.sync_tied_gradients = lambda *args: None
 
 
 def mean_over_data_ranks_left_out() -> None:
-    right = lightning_hybrid.pipelined.reduce_gradients
-    lightning_hybrid.pipelined.reduce_gradients = lambda module, root, scale: right(module, root, 2 * scale)
+    right = lightning_hybrid.training.pipelined.reduce_gradients
+    lightning_hybrid.training.pipelined.reduce_gradients = lambda module, root, scale: right(module, root, 2 * scale)
 
 
 def earlier_batch_forgotten() -> None:

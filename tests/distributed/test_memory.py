@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from examples.gpt.module import LitGPT
-from lightning_hybrid import Hybrid3DStrategy, run_choice
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.choosing import run_choice
 from lightning_hybrid.pipeline import stage
 from tests.distributed.equality import QUIET
 from tests.distributed.tensor_parallel_cases import GPT_PLAN

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import Hybrid3DStrategy, holdings
-from lightning_hybrid.holdings import state_bytes
-from lightning_hybrid.memory import Memory, memory_lines, most_in_flight
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.describing import holdings
+from lightning_hybrid.describing.holdings import state_bytes
+from lightning_hybrid.describing.memory import Memory, memory_lines, most_in_flight
 from lightning_hybrid.pipeline.schedule import Action, Kind, find_schedule
 from lightning_hybrid.pipeline.stage import StageRun
 from tests.distributed.equality import QUIET, must_differ

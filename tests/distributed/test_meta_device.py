@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_hybrid.parallelize
-from lightning_hybrid import Hybrid3DStrategy, materialize
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.building import materialize
 from lightning_hybrid.errors import UnsupportedError
 from tests.distributed.equality import QUIET, Trace, assert_equal, merged, must_differ, trace
 from tests.distributed.zoo import SMALL, text_rows

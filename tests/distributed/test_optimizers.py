@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_hybrid.checkpoint.hooks as hooks
-from lightning_hybrid import grad_norm, optimizer_scope
+from lightning_hybrid import grad_norm
 from lightning_hybrid.errors import UnsupportedError
+from lightning_hybrid.training import optimizer_scope
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.distributed.zoo import VOCABULARY, Lit, generator
 from tests.ranks import run_ranks
@@ -231,7 +232,7 @@ def test_the_norm_is_that_of_the_whole_model() -> None:
 
 
 def tied_weights_count_twice() -> None:
-    from lightning_hybrid.setup_pipeline import PipelineSetup
+    from lightning_hybrid.training.setup_pipeline import PipelineSetup
 
     PipelineSetup.copies = lambda self: {}  # type: ignore[method-assign]
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.building.per_block import apply_per_block
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
-from lightning_hybrid.per_block import apply_per_block
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.distributed.zoo import LENGTH, VOCABULARY, LitNano, NanoBlock, NanoGPT, generator
 from tests.ranks import run_ranks

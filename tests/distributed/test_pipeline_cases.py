@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import lightning_hybrid.pipelined
-import lightning_hybrid.setup_pipeline
+import lightning_hybrid.training.pipelined
+import lightning_hybrid.training.setup_pipeline
+from lightning_hybrid.batches.microbatches import BatchSplitter
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
-from lightning_hybrid.microbatches import BatchSplitter
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.distributed.zoo import LENGTH, NUM_ROWS, VOCABULARY, Lit, LitNano, NanoGPT, generator, text_rows
 from tests.ranks import run_ranks
@@ -67,13 +67,15 @@ UNEVEN = [12, 11, 2, 1, 7, 3, 12, 1] * 3
 
 
 def unweighted() -> None:
-    right = lightning_hybrid.pipelined.read_loss
-    lightning_hybrid.pipelined.read_loss = lambda output, size: right({"loss": output, "loss_weight": 1.0}, size)
+    right = lightning_hybrid.training.pipelined.read_loss
+    lightning_hybrid.training.pipelined.read_loss = lambda output, size: right(
+        {"loss": output, "loss_weight": 1.0}, size
+    )
 
 
 def unguarded() -> None:
     unweighted()
-    lightning_hybrid.pipelined.Rehearsal.find = lambda self, read_loss: (None, True)  # type: ignore[method-assign]
+    lightning_hybrid.training.pipelined.Rehearsal.find = lambda self, read_loss: (None, True)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 4, 8])
@@ -146,7 +148,7 @@ class TiedHead(nn.Module):
 
 
 def tied_sum_left_out() -> None:
-    lightning_hybrid.setup_pipeline.sync_tied_gradients = lambda *args: None
+    lightning_hybrid.training.setup_pipeline.sync_tied_gradients = lambda *args: None
 
 
 def test_tie_1_one_logical_parameter() -> None:

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import Hybrid3DStrategy, link_times, local_ranks
+from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.archive import Archive
 from lightning_hybrid.callbacks import ConfigArchive, LinkProbe
 from lightning_hybrid.cli import main
 from lightning_hybrid.errors import ProbeError
-from lightning_hybrid.local_ranks import run_here
+from lightning_hybrid.machine import link_times, local_ranks
+from lightning_hybrid.machine.local_ranks import run_here
 from lightning_hybrid.planner import Cluster
 from tests.distributed.zoo import ZOO, even_rows
 from tests.ranks import run_ranks

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_hybrid.data_parallel.replication import Replication
 from lightning_hybrid.errors import UnsupportedError
-from lightning_hybrid.replication import Replication
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.distributed.test_sharding_options import ROWS, LitUneven
 from tests.ranks import run_ranks

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_hybrid.callbacks import StepBreakdown
+from lightning_hybrid.measuring.recorder import RecordedStep
+from lightning_hybrid.measuring.sampling import StepSample, _unix_to_perf_counter
 from lightning_hybrid.metrics.breakdown import Span, overlap
 from lightning_hybrid.metrics.collectives import Event, _without_overlap
-from lightning_hybrid.recorder import RecordedStep
-from lightning_hybrid.sampling import StepSample, _unix_to_perf_counter
 from lightning_hybrid.tensor_parallel.collectives import enter_split, leave_partial
 from tests.distributed.test_callbacks import SleepingBlock, Words, build_trainer, loader
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed import all_reduce
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_hybrid import Hybrid3DStrategy, step_world
+from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.errors import UnsupportedError
+from lightning_hybrid.training import step_world
 from tests.distributed.equality import ONE_PROCESS, QUIET, Trace, assert_equal, trace
 from tests.distributed.zoo import Lit, labelled_rows, mlp
 from tests.ranks import RankError, run_ranks

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hybrid import per_block
+from lightning_hybrid.building import per_block
 from lightning_hybrid.tensor_parallel import styles
 from tests.distributed.equality import ONE_PROCESS, Trace, assert_equal, must_differ, trace
 from tests.distributed.tensor_parallel_cases import Share, unchecked

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from examples.gpt.module import LitGPT
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.choose_plan import PlanChoice
+from lightning_hybrid.choosing.plan import PlanChoice
+from lightning_hybrid.choosing.tuning import Trial, fastest
 from lightning_hybrid.layout import Layout
-from lightning_hybrid.tuning import Trial, fastest
 
 
 class Model(LitGPT):
@@ -50,8 +50,8 @@ def fit(**arguments: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 @pytest.fixture
 def chosen_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials are as short as they can be."""
-    monkeypatch.setattr("lightning_hybrid.tuning.STEPS", 4)
-    monkeypatch.setattr("lightning_hybrid.tuning.WARMUP", 1)
+    monkeypatch.setattr("lightning_hybrid.choosing.tuning.STEPS", 4)
+    monkeypatch.setattr("lightning_hybrid.choosing.tuning.WARMUP", 1)
 
 
 def test_trials_leave_no_trace_and_what_fails_is_passed_over(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_hybrid import Hybrid3DStrategy, evaluation
+from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
+from lightning_hybrid.training import evaluation
 from tests.distributed.equality import QUIET
 from tests.ranks import RankError, run_ranks
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_hybrid.data_parallel.lockstep import Lockstep, merged_orders
 from lightning_hybrid.errors import PipelineError, UnsupportedError
-from lightning_hybrid.lockstep import Lockstep, merged_orders
 from tests.distributed.equality import Trace, assert_equal, must_differ, trace
 from tests.distributed.zoo import Lit, generator
 from tests.ranks import RankError, run_ranks

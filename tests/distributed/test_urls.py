@@ -14,10 +14,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 
-from lightning_hybrid import Hybrid3DStrategy, lightning_callbacks
+from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.checkpoint.convert import convert
 from lightning_hybrid.checkpoint.whole import latest_checkpoint
 from lightning_hybrid.errors import UnsupportedError
+from lightning_hybrid.training import lightning_callbacks
 from tests.distributed.test_checkpoint import LAYOUTS, LitLM, assert_same_training, build_trainer, loader
 from tests.ranks import run_ranks
 from tests.wandb_file import read_records

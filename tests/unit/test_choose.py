@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.archive import Entry
-from lightning_hybrid.choose import can_run, without_effect
+from lightning_hybrid.choosing.choose import can_run, without_effect
 from tests.unit.archive_entries import make_entry
 
 

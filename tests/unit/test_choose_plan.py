@@ -12,13 +12,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt.module import LitGPT
-from lightning_hybrid import Hybrid3DStrategy, choose_plan
+from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.archive import fingerprint_module
-from lightning_hybrid.choose_plan import PlanChoice, choose_by_plan
+from lightning_hybrid.batches.randomness import is_same_state, random_state
+from lightning_hybrid.choosing import plan as choose_plan
+from lightning_hybrid.choosing.plan import PlanChoice, choose_by_plan
+from lightning_hybrid.choosing.run_facts import BatchFacts, batch_facts, cluster_here, whole_model
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.planner import Cluster
-from lightning_hybrid.randomness import is_same_state, random_state
-from lightning_hybrid.run_facts import BatchFacts, batch_facts, cluster_here, whole_model
 from tests.distributed.zoo import ZOO
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lightning_hybrid import cli, cli_archive
+from lightning_hybrid import cli
 from lightning_hybrid.archive import Archive, Entry
+from lightning_hybrid.commands import archive as cli_archive
 from tests.unit.archive_entries import make_entry
 
 ENTRIES = [

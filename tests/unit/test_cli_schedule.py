@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hybrid import cli
-from lightning_hybrid.cli_schedule import most_held, timeline_lines
+from lightning_hybrid.commands.schedule import most_held, timeline_lines
 from lightning_hybrid.pipeline.schedule import SCHEDULES, find_schedule
 from lightning_hybrid.pipeline.timeline import simulate
 

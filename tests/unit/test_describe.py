@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_hybrid.describe import layout_table
+from lightning_hybrid.describing.describe import layout_table
 from lightning_hybrid.layout import Layout, resolve_layout
 from lightning_hybrid.tensor_parallel.plan import PlanEntry, TensorParallelPlan
 from lightning_hybrid.tensor_parallel.sequence import Region

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_hybrid.cli import main
 from lightning_hybrid.doctor import CHECKS, Facts, check, examine, exit_code
-from lightning_hybrid.doctor_facts import VARIABLES, gather_facts
+from lightning_hybrid.machine.doctor_facts import VARIABLES, gather_facts
 
 GPU = {"gpus": ["NVIDIA H100"] * 2, "driver": "570.1", "cuda_build": "13.0", "cores": 64}
 GPU |= {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}

@@ -23,7 +23,7 @@ from lightning_hybrid.archive import (
     failed_degrees,
     fingerprint_module,
 )
-from lightning_hybrid.choose_plan import choose_by_plan
+from lightning_hybrid.choosing.plan import choose_by_plan
 from tests.unit.archive_entries import make_entry
 
 SHAPE = {"num_blocks": 2, "width": 16, "num_heads": 2, "context_length": 16}

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.archive import Archive
-from lightning_hybrid.choose import choose_layout
+from lightning_hybrid.choosing.choose import choose_layout
 from lightning_hybrid.errors import ArchiveError, ConfigurationError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.settings import options_of

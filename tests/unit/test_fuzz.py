@@ -18,8 +18,8 @@ import yaml
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.archive import Entry
+from lightning_hybrid.batches.microbatches import BatchSplitter
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.microbatches import BatchSplitter
 from lightning_hybrid.pipeline.schedule import find_schedule
 from lightning_hybrid.planner import Cluster
 from tests.unit.archive_entries import make_entry

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid.callbacks import ScalingEfficiency, StepBreakdown
 from lightning_hybrid.callbacks.scaling_efficiency import as_reference, count_tokens
 from lightning_hybrid.errors import ConfigurationError
-from lightning_hybrid.recorder import StepRecorder
+from lightning_hybrid.measuring.recorder import StepRecorder
 
 BATCH_SIZE, NUM_TOKENS = 8, 12
 

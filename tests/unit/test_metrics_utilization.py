@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.callbacks.utilization import Utilization
-from lightning_hybrid.flops import count_flops
+from lightning_hybrid.measuring.flops import count_flops
 from lightning_hybrid.metrics.throughput import Throughput
 from lightning_hybrid.metrics.utilization import model_flops_utilization, peak_flops_of, training_flops
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_hybrid.batches.microbatches import BatchSplitter, batch_size_of, split_sizes
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
-from lightning_hybrid.microbatches import BatchSplitter, batch_size_of, split_sizes
 
 
 def test_sizes_are_even_and_never_empty() -> None:

@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_hybrid.restart import prepare_for_restarts
+from lightning_hybrid.failures.restart import prepare_for_restarts
 from tests.unit.test_checkpoint_directory import save
 
 

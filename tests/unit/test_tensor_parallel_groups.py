@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.describe import layout_table
+from lightning_hybrid.describing.describe import layout_table
 from lightning_hybrid.layout import resolve_layout
 from lightning_hybrid.tensor_parallel.collectives import JoinedRows
 from lightning_hybrid.tensor_parallel.infer import Group, _by_head, find_groups

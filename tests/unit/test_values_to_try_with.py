@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_hybrid.materialize import values_to_try_with
+from lightning_hybrid.building.materialize import values_to_try_with
 from lightning_hybrid.pipeline.holes import placeholder
 
 

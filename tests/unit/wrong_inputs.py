@@ -18,10 +18,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_hybrid import Hybrid3DStrategy, ReplicaSync
 from lightning_hybrid.archive import Archive, Entry
+from lightning_hybrid.batches.microbatches import BatchSplitter
 from lightning_hybrid.callbacks import BubbleRatio, ConfigArchive, FiniteGradients, ScalingEfficiency, StepBreakdown
 from lightning_hybrid.checkpoint.files import read_checkpoint
 from lightning_hybrid.layout import Layout, resolve_layout
-from lightning_hybrid.microbatches import BatchSplitter
 from lightning_hybrid.optimizer import global_grad_norm
 from lightning_hybrid.pipeline.schedule import find_schedule
 from lightning_hybrid.planner import Cluster, ModelProfile, plan

@@ -1,0 +1,1 @@
+"""Where degrees and schedules come from when nobody gave them."""

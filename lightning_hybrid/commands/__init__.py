@@ -1,0 +1,1 @@
+"""The subcommands of ``lightning-hybrid``, one module each."""

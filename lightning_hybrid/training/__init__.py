@@ -1,0 +1,1 @@
+"""How Lightning's steps, hooks and values run on one rank of a mesh."""

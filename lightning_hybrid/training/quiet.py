@@ -1,0 +1,76 @@
+"""Runs a user's step for what it shows about itself, so that nothing of it remains: no logs, no counts, no draws."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
+
+from lightning_hybrid.batches.randomness import random_state, restore_random_state
+
+__all__ = ["quiet_step", "stand_in_optimizers"]
+
+
+@contextmanager
+def quiet_step(module: Any, trainer: Any, untouched: set[nn.Module]) -> Iterator[None]:
+    """Within the ``with`` block ``module``'s steps leave no trace.
+
+    Args:
+        module: The LightningModule.
+        trainer: Its Trainer; its loggers are replaced by one that takes everything and keeps nothing.
+        untouched: Modules that do not run in the block, so that their state need not be kept.
+    """
+    kept = [(part, _state_of(part)) for part in module.modules() if part not in untouched]
+    loggers, rng = trainer.loggers, random_state()
+    module.__dict__["log"] = lambda *args, **kwargs: None
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        yield
+    finally:
+        module.__dict__.pop("log", None)
+        trainer.loggers = loggers
+        for part, (attributes, buffers) in kept:
+            part.__dict__.update(attributes)
+            part._buffers.update(buffers)
+        restore_random_state(rng)
+
+
+@contextmanager
+def stand_in_optimizers(module: Any, strategy: Any) -> Iterator[None]:
+    """Within the ``with`` block a step with manual optimization finds optimizers, which do nothing.
+
+    They are made by ``configure_optimizers`` before there are any, and forgotten afterwards.
+    """
+    if module.automatic_optimization:
+        yield
+        return
+    frozen = {parameter: parameter.requires_grad for parameter in module.parameters()}
+    strategy.optimizers, strategy.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+    for owner, name in ((module, "manual_backward"), (module, "clip_gradients"), (strategy, "optimizer_step")):
+        owner.__dict__[name] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for owner, name in ((module, "manual_backward"), (module, "clip_gradients"), (strategy, "optimizer_step")):
+            del owner.__dict__[name]
+        strategy._reset_optimizers_and_schedulers()
+        for parameter, requires_grad in frozen.items():  # toggle_optimizer changes it
+            parameter.requires_grad_(requires_grad)
+
+
+def _state_of(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Plain attributes and buffers of one module (torchmetrics keep their states in both)."""
+    registries = {name for name in part.__dict__ if name in ("_parameters", "_buffers", "_modules") or "hooks" in name}
+    attributes = {name: _copy(value) for name, value in part.__dict__.items() if name not in registries}
+    return attributes, {name: _copy(buffer) for name, buffer in part._buffers.items()}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone() if not value.requires_grad and 0 not in value.stride() else value
+    return copy.copy(value) if type(value) in (list, dict, set) else value
