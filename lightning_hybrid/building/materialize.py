@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import random
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ __all__ = ["MetaWeights", "check_same_meta", "on_meta", "to_meta", "values_to_tr
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _OFFSETS = 256
+_MOST_TO_TRY_WITH = 2**27  # elements; half a gigabyte of fp32
 _REMEDY = 'or build it outside of torch.device("meta").'
 
 
@@ -79,23 +81,44 @@ def values_to_try_with(module: nn.Module) -> Iterator[None]:
     """Let parameters that wait for their values have random ones, the same on all ranks, while a step is tried.
 
     With zeros, a step that is split wrongly may give what the right one gives, and kernels refuse their strides. All
-    have parts of one piece of memory, as large as the largest.
+    are views of one piece of memory, and the rows of a very large one overlap in it: nothing here grows with the model.
     """
     waiting = [p for p in module.parameters() if p.numel() > 1 and not p.is_meta and not any(p.stride())]
-    generator, memory, before = torch.Generator().manual_seed(0), dict[torch.dtype, Tensor](), []
-    for dtype in sorted({p.dtype for p in waiting if p.is_floating_point()}, key=str):
-        size = max(p.numel() for p in waiting if p.dtype == dtype) + 16 * _OFFSETS
-        memory[dtype] = (torch.randn(size, generator=generator) * 0.02).to(dtype)
+    memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    before = []
     try:
-        for index, parameter in enumerate(p for p in waiting if p.dtype in memory):
+        for index, parameter in enumerate(p for p in waiting if p.is_floating_point()):
+            kind = parameter.dtype, parameter.device
+            if kind not in memory:
+                like = [p for p in waiting if (p.dtype, p.device) == kind]
+                memory[kind] = _random(max(_extent(p.shape) for p in like) + 16 * _OFFSETS, *kind)
             start = 16 * (37 * index % _OFFSETS)  # others for each, and aligned as kernels want it
-            values = memory[parameter.dtype][start : start + parameter.numel()].view(parameter.shape)
+            values = memory[kind].as_strided(parameter.shape, _strides(parameter.shape), start)
             before.append((parameter, parameter.data))
-            parameter.data = (values + 1 if parameter.ndim == 1 else values).to(parameter.device)
+            parameter.data = values + 1 if parameter.ndim == 1 else values
         yield
     finally:
         for parameter, data in before:
             parameter.data = data
+
+
+def _random(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    values = torch.randn(size, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    return values.to(device, dtype)
+
+
+def _strides(shape: torch.Size) -> list[int]:
+    """Those of a contiguous tensor, where that is not too large; else the first dimensions overlap."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    for dim in range(len(shape) - 1):
+        if 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) <= _MOST_TO_TRY_WITH:
+            break
+        strides[dim] = 16
+    return strides
+
+
+def _extent(shape: torch.Size) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, _strides(shape), strict=True))
 
 
 class MetaWeights:

@@ -30,3 +30,12 @@ def test_values_are_lent() -> None:
     assert not module[3].weight.any()
     with values_to_try_with(module):
         assert all(torch.equal(p, q) for p, q in zip(one, module.parameters(), strict=True)), "the same on all ranks"
+
+
+def test_very_large_ones_take_little_memory() -> None:
+    module = nn.Linear(1, 1, bias=False)
+    module.weight = nn.Parameter(placeholder(torch.empty(128_256, 16_384, device="meta")))
+    with values_to_try_with(module):
+        weight = module.weight.detach()
+        assert weight.untyped_storage().nbytes() < 2**24
+        assert weight[:64].std() > 0.01 and not torch.equal(weight[0], weight[1])
