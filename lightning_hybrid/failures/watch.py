@@ -2,15 +2,14 @@
 
 [Note: how a run ends]
 Each rank has one thread with one connection to the hub (:mod:`lightning_hybrid.failures.watch_hub`), and sends nothing
-in
-ordinary training: once a second it looks at the main thread's frames (some 50 microseconds), and only if that has
-stood still in a communication for five seconds it says so. What fails is told to the hub by the rank on which it
-failed; a process that is killed ends its connection. The hub tells all ranks what came first. Then
+in ordinary training: once a second it reads how long the main thread has computed. Only if that has not does it look at
+its frames, and only if those have stood still in a communication for five seconds it says so. What fails is told to the
+hub by the rank on which it failed; a process that is killed ends its connection. The hub tells all ranks what came
+first. Then
 
 1. the rank that failed raises its exception, with a note that says rank, coordinate and action;
 2. the others mostly see a broken connection, which is raised as
-:class:`~lightning_hybrid.failures.failure.PeerFailedError`
-   with the first cause, and not printed again;
+   :class:`~lightning_hybrid.failures.failure.PeerFailedError` with the first cause, and not printed again;
 3. who has done neither a second after the failed process is gone, or five seconds after the failure, cannot: it waits
    in a call that does not return. Its watching thread writes the archive's entry (on one rank) and ends the process.
 
@@ -51,6 +50,8 @@ LEAVING = 20.0
 QUIET = 5.0
 #: Seconds after which ranks that all wait for each other are ended, if nothing is sent or computed (CPU only).
 DEADLOCK = 15.0
+#: Share of the time up to which a main thread counts as not computing.
+IDLE = 0.002
 
 _open: weakref.WeakSet[Watch] = weakref.WeakSet()
 
@@ -81,6 +82,7 @@ class Watch:
         self.rank, self._wire, self.hub, self._of_hub = rank, wire, hub, of_hub
         self._place, self._progress = place, progress
         self._main = threading.main_thread().ident or 0
+        self._computed = _processor_time(self._main), time.monotonic()
         self._wake, self._waker = socket.socketpair()
         self._lock = threading.Condition()
         self.first: Failure | None = None
@@ -237,12 +239,13 @@ class Watch:
 
     def _look(self) -> None:
         """Say once if the main thread stands still in a communication, and once if it goes on."""
-        where, now = self._where(), time.monotonic()
+        now, works = time.monotonic(), self._works()
         if (place := self._place(self.rank)) != self._placed:
             self._placed = place
             self._wire.send(kind="place", place=place)
-        seen = (where.signature, self._progress())
-        if seen != self._seen:
+        where = None if works else self._where()
+        seen = () if where is None else (where.signature, self._progress())
+        if where is None or seen != self._seen:
             self._seen, self._since = seen, now
             self._used = (time.process_time(), -1)
             if self._said:
@@ -257,6 +260,14 @@ class Watch:
             self._wire.send(
                 kind="waits", seconds=now - self._since, idle=idle, where=where.action, place=self._place(self.rank)
             )
+
+    def _works(self) -> bool:
+        """Whether the main thread has computed since the last call.
+
+        Its frames are not looked at then: to walk those of a thread that runs was seen to crash CPython 3.11.7.
+        """
+        (used, then), self._computed = self._computed, (_processor_time(self._main), time.monotonic())
+        return self._computed[0] - used > IDLE * (self._computed[1] - then)
 
     def sockets(self) -> list[socket.socket]:
         """Return the connections that belong to the watch alone."""
@@ -407,3 +418,11 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _processor_time(thread: int) -> float:
+    """Seconds that a thread of this process has computed; where the system does not say, it always has."""
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
+    except (AttributeError, OSError):  # not on macOS; or the thread has ended
+        return time.monotonic()

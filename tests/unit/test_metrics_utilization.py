@@ -51,8 +51,9 @@ def test_operations_of_a_block_by_hand() -> None:
         ("NVIDIA A100-SXM4-40GB", "64-true", False, None),
         ("NVIDIA H100 NVL", "bf16-mixed", False, None),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16-mixed", False, None),
-        ("NVIDIA A10G", "bf16-mixed", False, None),  # not an A10
-        ("NVIDIA L40", "bf16-mixed", False, None),  # not an L40S
+        ("NVIDIA A10G", "bf16-mixed", False, 70),  # not an A10
+        ("NVIDIA L40", "bf16-mixed", False, 181),  # not an L40S
+        ("NVIDIA L40G", "bf16-mixed", False, None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16-mixed", False, None),
         ("Tesla V100-SXM2-32GB", "bf16-mixed", False, None),  # has no bf16
         ("Intel(R) Xeon(R) Processor", "32-true", False, None),
