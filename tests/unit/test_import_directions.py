@@ -60,7 +60,7 @@ def violations(module: str, source: str) -> list[str]:
         is_command = module in ("cli", "__main__") or starts(module, "commands")
         if (starts(inner, "cli") or starts(inner, "commands")) and not is_command:
             found.append(f"{module} imports {name}; nothing imports the command line")
-        if starts(inner, "callbacks") and not starts(module, "callbacks") and not module.startswith("cli"):
+        if starts(inner, "callbacks") and not starts(module, "callbacks") and not is_command:
             found.append(f"{module} imports {name}; the core never imports callbacks")
         level = level_of(inner)
         if level is not None and own_level is not None and level > own_level:
