@@ -43,6 +43,8 @@ __all__ = [
     "now",
 ]
 
+#: Of runs that show that their configuration does not work.
+FAILURES = ("oom", "failed")
 SCHEMA = 1
 REVISION = 1
 
@@ -173,13 +175,17 @@ class Result:
     @property
     def is_good(self) -> bool:
         """Whether the run shows that its configuration works: it ended in order, and its throughput was measured."""
-        rate = self.samples_per_second
-        return self.status in ("ok", "interrupted") and rate is not None and math.isfinite(rate) and rate > 0
+        return worked(self.status, self.samples_per_second)
 
     @property
     def is_failure(self) -> bool:
         """Whether the run shows that its configuration does not work."""
-        return self.status in ("oom", "failed")
+        return self.status in FAILURES
+
+
+def worked(status: str, rate: float | None) -> bool:
+    """Whether a run ended in order and its throughput (samples per second) was measured."""
+    return status in ("ok", "interrupted") and rate is not None and math.isfinite(rate) and rate > 0
 
 
 @dataclass(frozen=True, kw_only=True)

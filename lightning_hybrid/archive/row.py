@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from lightning_hybrid.archive.entry import REVISION, SCHEMA, Entry
+from lightning_hybrid.archive.entry import FAILURES, REVISION, SCHEMA, Entry, worked
 
 __all__ = ["INDEX_NAME", "Known", "Row", "known", "read_index", "row_of", "to_line"]
 
@@ -44,13 +43,12 @@ class Row(NamedTuple):
     @property
     def is_good(self) -> bool:
         """See :attr:`Result.is_good <lightning_hybrid.archive.Result.is_good>`."""
-        rate = self.samples_per_second
-        return self.status in ("ok", "interrupted") and rate is not None and math.isfinite(rate) and rate > 0
+        return worked(self.status, self.samples_per_second)
 
     @property
     def is_failure(self) -> bool:
         """See :attr:`Result.is_failure <lightning_hybrid.archive.Result.is_failure>`."""
-        return self.status in ("oom", "failed")
+        return self.status in FAILURES
 
 
 def row_of(entry: Entry) -> Row:
