@@ -23,7 +23,6 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 from lightning_hybrid.checkpoint import consolidate, shares
 from lightning_hybrid.checkpoint.consolidate import (
     StateKeys,
-    _positions,
     gather_model_state,
     gather_optimizer_state,
     scatter_model_state,
@@ -424,21 +423,6 @@ def test_another_optimizer_is_refused_on_every_rank(run_ranks: Callable[..., Any
 
     for text in run_ranks(4, on_two_stages(load)):
         assert "has 1 groups of [20] parameters, this run's has 2 groups of [14, 6]" in text
-
-
-def test_state_follows_names() -> None:
-    groups = [{"params": [0, 1, 2]}, {"params": [3, 4, 5]}]
-    whole = [["a", "b", "c"], ["x", "y", "z"]]
-
-    def positions(*saved: list[str] | None) -> list[int]:
-        found = _positions({"param_groups": groups, "param_names": saved if all(saved) else None}, whole)
-        return [found[name] for name in "abcxyz"]
-
-    assert positions(None) == [0, 1, 2, 3, 4, 5]
-    assert positions(["c", "a", "b"], ["x", "y", "z"]) == [1, 2, 0, 3, 4, 5]
-    assert positions(["b", "old", "c"], ["u", "v", "w"]) == [1, 0, 2, 3, 4, 5], "those that were renamed, by order"
-    with pytest.raises(CheckpointError, match="a, and 5 other parameters, are in group 1 of the checkpoint's"):
-        positions(["x", "y", "z"], ["a", "b", "c"])
 
 
 def reversed_groups(module: Toy) -> Optimizer:
