@@ -19,6 +19,7 @@ No collective is needed for any of it. Where a rank cannot connect, it says so a
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import multiprocessing
 import os
@@ -92,7 +93,6 @@ class Watch:
         self._left = False
         self._ends_at: float | None = None
         self._seen: tuple[Any, ...] = ()
-        self._placed = ""
         self._since, self._said = time.monotonic(), False
         self._used: tuple[float, int] = (0.0, 0)
         self.last_wishes: list[Callable[[Failure], None]] = []
@@ -115,7 +115,7 @@ class Watch:
         with self._lock:
             self.own = failure
             self._ends_at = time.monotonic() + LEAVING
-        self._wire.send(kind="fail", failure=failure.to_dict(), consequence=follows, place=self._place(self.rank))
+        self._wire.send(kind="fail", failure=failure.to_dict(), consequence=follows)
         if follows:
             with self._lock:
                 self._lock.wait_for(lambda: self.first is not None or self._left, timeout=PATIENCE)
@@ -240,9 +240,6 @@ class Watch:
     def _look(self) -> None:
         """Say once if the main thread stands still in a communication, and once if it goes on."""
         now, works = time.monotonic(), self._works()
-        if (place := self._place(self.rank)) != self._placed:
-            self._placed = place
-            self._wire.send(kind="place", place=place)
         where = None if works else self._where()
         seen = () if where is None else (where.signature, self._progress())
         if where is None or seen != self._seen:
@@ -257,9 +254,7 @@ class Watch:
             if self._used[1] == -1:
                 self._used = (self._used[0], moved)
             self._said = True
-            self._wire.send(
-                kind="waits", seconds=now - self._since, idle=idle, where=where.action, place=self._place(self.rank)
-            )
+            self._wire.send(kind="waits", seconds=now - self._since, idle=idle, where=where.action)
 
     def _works(self) -> bool:
         """Whether the main thread has computed since the last call.
@@ -280,7 +275,6 @@ class Watch:
             kind="report",
             where=where.action,
             stack=where.stack,
-            place=self._place(self.rank),
             still=still,
             waits=where.waits,
         )
@@ -326,6 +320,7 @@ def start_watch(strategy: Any) -> Watch | None:
     if (number := dist.get_world_size()) == 1:
         return None
     rank, hub, address = dist.get_rank(), None, None
+    place = functools.partial(_place_of, strategy)
     if rank == 0:
         timeout = strategy.settings.timeout
         seconds = None if timeout is None else timeout.total_seconds()
@@ -334,7 +329,7 @@ def start_watch(strategy: Any) -> Watch | None:
         host = strategy.cluster_environment.main_address
         with _saying_why():
             everywhere = "127.0.0.1" if _is_loopback(host) else ""
-            hub = Hub(everywhere, secrets.token_hex(16), num_ranks=number, limit=limit, deadlock=deadlock)
+            hub = Hub(everywhere, secrets.token_hex(16), num_ranks=number, place=place, limit=limit, deadlock=deadlock)
             hub.start()
             address = (host, hub.port, hub.secret, (os.getpid(), socket.gethostname()))
     address = strategy.broadcast(address)
@@ -350,7 +345,7 @@ def start_watch(strategy: Any) -> Watch | None:
         watch = Watch(
             wire,
             rank=rank,
-            place=lambda rank: _place_of(strategy, rank),
+            place=place,
             progress=lambda: _progress_of(trainer),
             hub=hub,
             of_hub=address[3],

@@ -18,6 +18,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +90,6 @@ class _Member:
     host: str = ""
     state: str = "new"
     """``"new"``, ``"here"``, ``"failed"`` (it has said so) or ``"left"``."""
-    place: str = ""
     where: str = ""
     stack: str = ""
     idle_since: float | None = None
@@ -105,12 +105,25 @@ class _Member:
 class Hub(threading.Thread):
     """Listens, decides, tells."""
 
-    def __init__(self, host: str, secret: str, *, num_ranks: int, limit: float | None, deadlock: float | None) -> None:
-        """``limit``: seconds that a rank may wait for others; ``deadlock``: that all may wait for each other."""
+    def __init__(
+        self,
+        host: str,
+        secret: str,
+        *,
+        num_ranks: int,
+        place: Callable[[int], str],
+        limit: float | None,
+        deadlock: float | None,
+    ) -> None:
+        """``place`` says where a rank stands.
+
+        ``limit``: seconds that a rank may wait for others; ``deadlock``: that all may wait for each other.
+        """
         super().__init__(name="lightning_hybrid.hub", daemon=True)
         self._listener = socket.create_server((host, 0), backlog=max(num_ranks, 16))
         self.port: int = self._listener.getsockname()[1]
-        self.secret, self._num_ranks, self._limit, self._deadlock = secret, num_ranks, limit, deadlock
+        self.secret, self._num_ranks, self._place = secret, num_ranks, place
+        self._limit, self._deadlock = limit, deadlock
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._members: list[_Member] = []
@@ -187,7 +200,6 @@ class Hub(threading.Thread):
         return True
 
     def _take(self, member: _Member, message: dict[str, Any]) -> None:
-        member.place = str(message.get("place", member.place))
         member.where = str(message.get("where", member.where))
         member.stack = str(message.get("stack", member.stack))
         kind = message.get("kind")
@@ -221,7 +233,7 @@ class Hub(threading.Thread):
         self._drop(member)
         if member.state == "here":
             how = how_it_ended(member.pid) if member.host == socket.gethostname() else ""
-            self._decide(of_lost(member.rank, member.place, member.where, how))
+            self._decide(of_lost(member.rank, self._place(member.rank), member.where, how))
         if member.state != "new":
             self._is_over |= member.rank == 0
             self._tell_gone(member)
@@ -276,12 +288,11 @@ class Hub(threading.Thread):
         lines = []
         for m in sorted(self._members, key=lambda m: m.rank):
             where, stack = (m.where, m.stack) if m.spoke >= asked else silent
-            lines.append(f"  rank {m.rank} ({m.place}): {where}\n{stack}")
+            lines.append(f"  rank {m.rank} ({self._place(m.rank)}): {where}\n{stack}")
         cause = f"no progress: {why}. Ranks must make the same collectives in the same order"
         details = "What each rank was doing:\n" + "".join(lines)
-        self._decide(
-            Failure(rank=suspect.rank, place=suspect.place, action=suspect.where, cause=cause, details=details)
-        )
+        place = self._place(suspect.rank)
+        self._decide(Failure(rank=suspect.rank, place=place, action=suspect.where, cause=cause, details=details))
 
 
 def of_lost(rank: int, place: str, action: str, how: str) -> Failure:
