@@ -10,7 +10,7 @@ from lightning_hybrid.callbacks.finite_gradients import FiniteGradients
 from lightning_hybrid.callbacks.link_probe import LinkProbe
 from lightning_hybrid.callbacks.scaling_efficiency import ScalingEfficiency
 from lightning_hybrid.callbacks.step_breakdown import StepBreakdown
-from lightning_hybrid.callbacks.verify import Verify
+from lightning_hybrid.training.verify import Verify
 
 __all__ = [
     "BubbleRatio",

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_hybrid.callbacks.verify import Verify
 from lightning_hybrid.errors import ConfigurationError, ProbeError, VerificationError
 from lightning_hybrid.machine.local_ranks import run_here
 from lightning_hybrid.strategy import Hybrid3DStrategy
+from lightning_hybrid.training.verify import Verify
 
 __all__ = ["check"]
 

@@ -51,6 +51,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
         "the number of plans to try, or 0",
     ),
+    "verify": (
+        lambda value: isinstance(value, int) and value >= 0,
+        "True, False, or how many optimizer steps to compare with one process",
+    ),
     "start_method": (lambda value: value in ("popen", "fork", "spawn"), '"popen", "fork" or "spawn"'),
     "process_group_backend": (
         lambda value: value is None or (isinstance(value, str) and _is_backend(value)),
@@ -85,6 +89,7 @@ class Settings:
     save_distributed_checkpoint: bool | Literal["async"]
     archive: str | os.PathLike[str] | None
     tune: int
+    verify: bool | int
     start_method: Literal["popen", "fork", "spawn"]
     process_group_backend: str | None
     timeout: timedelta | None

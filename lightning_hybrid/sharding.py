@@ -37,6 +37,7 @@ __all__ = [
     "set_gradient_sync",
     "shards_explained",
     "to_device",
+    "without_gradient_sync",
 ]
 
 
@@ -285,6 +286,16 @@ def set_gradient_sync(root: ShardedRoot | None, enabled: bool) -> None:
         root.set_requires_gradient_sync(enabled)
         root.set_is_last_backward(enabled)
         root.set_reshard_after_backward(enabled)
+
+
+@contextmanager
+def without_gradient_sync(root: ShardedRoot | None) -> Iterator[None]:
+    """In it backwards only accumulate gradients."""
+    set_gradient_sync(root, False)
+    try:
+        yield
+    finally:
+        set_gradient_sync(root, True)
 
 
 def reduce_gradients(module: nn.Module, root: ShardedRoot | None, scale: float) -> None:

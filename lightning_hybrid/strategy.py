@@ -43,7 +43,7 @@ from lightning_hybrid.pipeline.timeline import Mark
 from lightning_hybrid.replicas.hooks import ReplicaHooks
 from lightning_hybrid.replicas.options import ReplicaSync
 from lightning_hybrid.settings import Settings
-from lightning_hybrid.sharding import ShardedRoot, backward_of, call_inside, reshard, set_gradient_sync, to_device
+from lightning_hybrid.sharding import ShardedRoot, backward_of, call_inside, reshard, to_device, without_gradient_sync
 from lightning_hybrid.tensor_parallel.joined_late import joined
 from lightning_hybrid.training.evaluation import evaluate_by_no_grad, refuse_too_few_samples
 from lightning_hybrid.training.gradients import zeroes_unseen
@@ -98,6 +98,7 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
             ``"async"`` while training goes on); otherwise it is one plain file, which rank 0 writes from its memory.
         archive: Folder or fsspec URL of run entries; a run without any degrees starts from the best one that fits.
         tune: How many of the planner's best degrees a run without any tries for a few steps; the fastest are taken.
+        verify: Whether the first optimizer step is compared with one process, as ``Verify`` does; or how many steps.
         start_method: How Lightning starts the processes: ``"popen"`` (the script again), ``"fork"``, ``"spawn"``.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by the device if ``None``.
         timeout: After which a collective without an answer fails.
@@ -130,6 +131,7 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
         save_distributed_checkpoint: bool | Literal["async"] = False,
         archive: str | os.PathLike[str] | None = "archive",
         tune: int = 0,
+        verify: bool | int = False,
         start_method: Literal["popen", "fork", "spawn"] = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -161,6 +163,7 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
             save_distributed_checkpoint=save_distributed_checkpoint,
             archive=archive,
             tune=tune,
+            verify=verify,
             start_method=start_method,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -470,11 +473,8 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
             with self._part.replication.paused():
                 yield
             return
-        set_gradient_sync(self._root, False)
-        try:
+        with without_gradient_sync(self._root):
             yield
-        finally:
-            set_gradient_sync(self._root, True)
 
     # ---- end -----------------------------------------------------------------------------------------------------
 

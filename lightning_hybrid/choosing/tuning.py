@@ -126,7 +126,7 @@ def _run(launch: Callable[[Any], Any], strategy: Any, trainer: Any, plan: PlanCh
     logging.disable(logging.INFO)
     choice = strategy.choice
     choice.take_plan(plan)
-    choice.settings = replace(choice.settings, archive=None, tune=0, start_method="fork")
+    choice.settings = replace(choice.settings, archive=None, tune=0, verify=False, start_method="fork")
     strategy.settings = choice.settings
     trainer.loggers = []
     trainer.callbacks = [c for c in trainer.callbacks if type(c).__name__ == "ConfigArchive"] + [_Timer(sender)]

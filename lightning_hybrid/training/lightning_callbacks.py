@@ -20,6 +20,7 @@ from lightning_hybrid.checkpoint.uploads import upload_directories
 from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.training.averages import AVERAGING, average_shares
+from lightning_hybrid.training.verify import Verify
 
 __all__ = ["adapt_callbacks"]
 
@@ -35,6 +36,8 @@ def adapt_callbacks(strategy: Any, module: Any) -> None:
     """
     if strategy.settings.save_distributed_checkpoint:
         upload_directories(module.trainer)
+    if strategy.settings.verify and not any(isinstance(callback, Verify) for callback in module.trainer.callbacks):
+        module.trainer.callbacks.insert(0, Verify(int(strategy.settings.verify)))  # before one that changes gradients
     for callback in module.trainer.callbacks:
         if strategy.layout.world_size > 1:
             _refuse(callback, module, strategy.layout)

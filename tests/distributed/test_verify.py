@@ -31,16 +31,19 @@ def train(rank: int, triple: tuple[int, int, int], verify: bool, sabotage: bool 
             (lambda roots: (roots[0], [g * 1.5 for g in roots[1]]))(reduce_(self, flight))
         )
     callback = Verify(num_steps=2)
+    as_argument = verify and triple == TRIPLES[0]
     module = SGDGPT(num_blocks=4, width=16, num_heads=4, context_length=16)
     trainer = L.Trainer(
         devices=math.prod(triple),
-        strategy=Hybrid3DStrategy(*triple, archive=None),
+        strategy=Hybrid3DStrategy(*triple, archive=None, verify=2 if as_argument else False),
         max_steps=3,
         accumulate_grad_batches=2,
-        callbacks=[callback] if verify else [],
+        callbacks=[callback] if verify and not as_argument else [],
         **QUIET,
     )
     trainer.fit(module, DataLoader(ROWS, batch_size=8 // triple[0], shuffle=True))
+    if as_argument:
+        (callback,) = (one for one in trainer.callbacks if isinstance(one, Verify))
     return float(trainer.callback_metrics["train_loss"]) + float(torch.rand(())), callback.compared
 
 

@@ -126,6 +126,7 @@ _STRATEGY: list[Input] = [
     *_each("strategy", "compile", ["yes", 3], "compile"),
     *_each("strategy", "save_distributed_checkpoint", ["sync", 1, None], "async"),
     *_each("strategy", "archive", [5, True], "folder"),
+    *_each("strategy", "verify", ["yes", -1, 1.0, None], "how many optimizer steps"),
     *_each("strategy", "start_method", ["thread", None, 1], "fork"),
     *_each("strategy", "process_group_backend", ["mpi2", 3, "cuda:gloo2"], "gloo"),
     *_each("strategy", "timeout", [30, "30 s", timedelta(0), timedelta(seconds=-5)], "timedelta"),

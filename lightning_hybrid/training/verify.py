@@ -103,14 +103,20 @@ class Verify(Callback):
             _log.warning("Verify has compared nothing: %s.", self.why_not)
 
     def _of_all_data_ranks(self, trainer: Trainer) -> list[list[tuple[Any, int]]]:
-        """By data rank what it has read since the last step. A collective over the world."""
+        """By data rank what it has read since the last step: of those whose gradients are averaged with rank 0's.
+
+        A collective over the world.
+        """
         strategy: Any = trainer.strategy
         on_cpu = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self._batches)
         if trainer.world_size == 1:
             return [on_cpu]
-        at = strategy.coordinate
+        at, settings = strategy.coordinate, getattr(strategy, "settings", None)
+        counts = at.tensor == at.pipeline == 0
+        if settings is not None and not settings.replica_sync.is_every_step:  # each replica steps by itself
+            counts = counts and at.replicate == 0
         found: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(found, (at.data, on_cpu) if at.tensor == at.pipeline == 0 else None)
+        dist.all_gather_object(found, (at.data, on_cpu) if counts else None)
         return [batches for _, batches in sorted((one for one in found if one is not None), key=lambda one: one[0])]
 
     def _compare(self, trainer: Trainer, state: Any, batches: Any, mine: dict[str, float]) -> tuple[str, str]:
