@@ -48,6 +48,7 @@ def build_entry(trainer: Trainer, fingerprint: Fingerprint, entry_id: str, time:
         batch=build_batch(trainer, None),
         training=build_training(trainer),
         parent=getattr(strategy, "started_from", None),
+        planned=getattr(getattr(strategy, "choice", None), "planned", None),
     )
 
 

@@ -25,6 +25,7 @@ from lightning_hybrid.batches.randomness import StepRandomness, derive_seed, sam
 from lightning_hybrid.building.per_block import ActivationCheckpointing
 from lightning_hybrid.choosing.choose import check_run, choose_layout
 from lightning_hybrid.choosing.from_archive import FromArchive
+from lightning_hybrid.choosing.logged import log_choice
 from lightning_hybrid.choosing.run_choice import RunChoice
 from lightning_hybrid.data import prepare_loader, restore_loader_states
 from lightning_hybrid.describing.describe import describe_run, layout_table, memory_table
@@ -389,6 +390,7 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        log_choice(self)
         restore_loader_states(self.lightning_module)
         if self._pipeline is not None:
             self._pipeline.start_training()

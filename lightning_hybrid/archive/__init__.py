@@ -15,13 +15,21 @@ from lightning_hybrid.archive.entry import (
     Entry,
     Fingerprint,
     Hardware,
+    Planned,
     Result,
     Settings,
     Training,
     fingerprint_module,
     fingerprint_parameters,
 )
-from lightning_hybrid.archive.match import Match, best_entry, failed_degrees, fastest_schedule, find_baseline
+from lightning_hybrid.archive.match import (
+    Match,
+    best_entry,
+    failed_degrees,
+    fastest_schedule,
+    find_baseline,
+    planned_entries,
+)
 from lightning_hybrid.archive.row import Known, Row
 from lightning_hybrid.archive.store import Archive
 from lightning_hybrid.archive.surroundings import detect_hardware, detect_software
@@ -35,6 +43,7 @@ __all__ = [
     "Hardware",
     "Known",
     "Match",
+    "Planned",
     "Result",
     "Row",
     "Settings",
@@ -48,6 +57,7 @@ __all__ = [
     "find_baseline",
     "fingerprint_module",
     "fingerprint_parameters",
+    "planned_entries",
 ]
 
 log = logging.getLogger(__name__)

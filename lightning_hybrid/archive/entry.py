@@ -32,6 +32,7 @@ __all__ = [
     "Entry",
     "Fingerprint",
     "Hardware",
+    "Planned",
     "Result",
     "Settings",
     "Status",
@@ -46,7 +47,7 @@ __all__ = [
 #: Of runs that show that their configuration does not work.
 FAILURES = ("oom", "failed")
 SCHEMA = 1
-REVISION = 1
+REVISION = 2
 
 Status = Literal["running", "ok", "interrupted", "oom", "failed"]
 Scalar = bool | int | float | str | None
@@ -183,6 +184,26 @@ class Result:
         return self.status in FAILURES
 
 
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What the planner predicted of a run whose degrees it chose; :class:`Result` has what was measured."""
+
+    step_time: float
+    """Seconds of an optimizer step."""
+    samples_per_second: float
+    """Over all devices."""
+    tokens_per_second: float
+    """Over all devices."""
+    memory_bytes: float
+    """That the fullest device must have, driver, communicators and the allocator's gaps included."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds of a step by part, under the planner's names; they add up to ``step_time``."""
+    factors: dict[str, float] = field(default_factory=dict)
+    """By which earlier runs corrected parts (see :mod:`lightning_hybrid.planner.calibration`)."""
+    runner_up: str | None = None
+    """The next best degrees, in words."""
+
+
 def worked(status: str, rate: float | None) -> bool:
     """Whether a run ended in order and its throughput (samples per second) was measured."""
     return status in ("ok", "interrupted") and rate is not None and math.isfinite(rate) and rate > 0
@@ -213,6 +234,8 @@ class Entry:
     result: Result = field(default_factory=Result)
     parent: str | None = None
     """Id of the entry that this run took its degrees from."""
+    planned: Planned | None = None
+    """Where the planner chose the degrees."""
     schema: int = SCHEMA
     revision: int = REVISION
 

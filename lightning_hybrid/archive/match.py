@@ -12,12 +12,23 @@ from lightning_hybrid.archive.entry import Batch, Entry, Fingerprint, Hardware
 from lightning_hybrid.archive.row import Known, Row, known, row_of
 from lightning_hybrid.layout import Layout
 
-__all__ = ["SIMILAR_SIZE", "Match", "best_entry", "failed_degrees", "fastest_schedule", "find_baseline", "rescale"]
+__all__ = [
+    "SIMILAR_SIZE",
+    "Match",
+    "best_entry",
+    "failed_degrees",
+    "fastest_schedule",
+    "find_baseline",
+    "planned_entries",
+    "rescale",
+]
 
 #: Two models of one class are similar while neither has more than this many times the other's parameters.
 SIMILAR_SIZE = 2.0
 #: Entries of one model, degrees and schedule that are shown to ``accept``: what it refuses of one is refused of all.
 _ASKED = 3
+#: Entries that are read for those with a prediction.
+_READ = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +217,27 @@ def find_baseline(
         if row.num_devices == 1 and _same_hardware(row, hardware) and _same_model(row, fingerprint) and row.is_good
     ]
     return _first(rows, sorted(single, key=preference, reverse=True))
+
+
+def planned_entries(
+    entries: Known | Iterable[Entry], hardware: Hardware, *, precision: str, most: int = 8
+) -> list[Entry]:
+    """Return the newest runs that show what the planner's predictions are worth on just these devices.
+
+    They worked, on the same device (kind and memory), on one node or on several like ``hardware``, at the same
+    precision, whatever the model; both a prediction and a measured breakdown are there.
+    """
+    rows = known(entries)
+    alike = [row for row in rows if row.is_good and row.precision == precision and _same_hardware(row, hardware)]
+    found = []
+    for row in sorted(alike, key=lambda row: (row.time, row.id), reverse=True)[:_READ]:
+        entry = rows.load(row)
+        if entry is None or entry.planned is None or not entry.result.breakdown:
+            continue
+        same_memory = entry.hardware.memory_bytes == hardware.memory_bytes
+        if same_memory and (entry.hardware.num_nodes > 1) == (hardware.num_nodes > 1):
+            found.append(entry)
+    return found[:most]
 
 
 def _first(rows: Known, ranked: list[Row]) -> Entry | None:

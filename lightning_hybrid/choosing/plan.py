@@ -12,14 +12,17 @@ memory of what does.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_hybrid.archive import Archive, Planned, detect_hardware, planned_entries
 from lightning_hybrid.choosing.run_facts import BatchFacts, batch_facts, cluster_here, profile_here, whole_model
-from lightning_hybrid.errors import ConfigurationError, HybridError
+from lightning_hybrid.errors import ArchiveError, ConfigurationError, HybridError
 from lightning_hybrid.layout import Layout, divisors
 from lightning_hybrid.planner import Cluster, ModelProfile, Plan, plan
+from lightning_hybrid.planner.calibration import Observed, calibrate
 from lightning_hybrid.planner.constants import FITTED
 from lightning_hybrid.planner.host import CLOSE_ON_HOST, HOST
 from lightning_hybrid.planner.search import CLOSE, in_order
@@ -28,6 +31,8 @@ from lightning_hybrid.settings import Settings
 from lightning_hybrid.tensor_parallel.plan import build_tp_plan
 
 __all__ = ["PlanChoice", "choose_by_plan", "planned_choices"]
+
+logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 _PRECISIONS = {"16": "fp16", "bf16": "bf16", "32": "fp32", "64": "fp32", "transformer-engine": "fp8"}
@@ -43,8 +48,10 @@ class PlanChoice:
     reshard: bool | None = None
     """Whether gathered parameters are freed after the forward; ``None``: as usual."""
     recompute: str = "none"
-    figures: dict[str, float] = field(default_factory=dict)
+    planned: Planned | None = None
     """Predictions, for loggers and the archive."""
+    source: str = "planner"
+    """Who chose them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +81,7 @@ def choose_by_plan(strategy: Any, module: Any, num_devices: int, *, failed: Iter
     """
     failed = set(failed)
     if num_devices == 1:
-        return PlanChoice(layout=Layout(), lines=())
+        return PlanChoice(layout=Layout(), lines=(), source="")
     try:
         return _by_planner(strategy, module, num_devices, failed)
     except (HybridError, ArithmeticError, LookupError, AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -101,6 +108,7 @@ def _by_rule(replicas: Any, num_devices: int, failed: set[Layout], reason: str) 
         layout = Layout(data_parallel_size=num_devices, replicate_size=num_devices)
     return PlanChoice(
         layout=layout,
+        source="simple rule",
         lines=(
             f"degrees: {describe(layout)}, by the simple rule (all data): the planner cannot plan this run ({reason})",
         ),
@@ -129,9 +137,28 @@ def _planned(
         failed=failed,
     )
     cluster = cluster_here(strategy.root_device, num_devices, strategy.num_nodes)
+    cluster = replace(cluster, factors=_factors(strategy, num_devices))
     profile = profile_here(whole, batch.length, choice.settings.blocks)
     precision = str(strategy.precision_plugin.precision).split("-")[0]
     return _ranked(profile, cluster, asked, _PRECISIONS.get(precision, "bf16")), profile, cluster, asked
+
+
+def _factors(strategy: Any, num_devices: int) -> dict[str, float]:
+    """What earlier runs on such devices say of the planner's predictions; nothing without an archive."""
+    url = strategy.choice.settings.archive
+    if url is None:
+        return {}
+    hardware = detect_hardware(strategy.root_device.type, num_devices=num_devices, num_nodes=strategy.num_nodes)
+    try:
+        entries = planned_entries(Archive(url).known(), hardware, precision=str(strategy.precision_plugin.precision))
+    except ArchiveError as error:
+        logger.debug("Predictions are not corrected: %s", error)  # who asked for the nearest entry has warned
+        return {}
+    return calibrate(
+        Observed(predicted=made.parts, measured=entry.result.breakdown, factors=made.factors)
+        for entry in entries
+        if (made := entry.planned) is not None
+    )
 
 
 def _ranked(profile: ModelProfile, cluster: Cluster, asked: _Asked, precision: str) -> list[Plan]:
@@ -228,11 +255,16 @@ def _nearest(number: int, wanted: int) -> int:
 def _described(ranked: list[Plan], profile: ModelProfile, cluster: Cluster, asked: _Asked) -> PlanChoice:
     best, batch = ranked[0], asked.batch
     setup, layout = best.setup, best.setup.layout
-    figures = {
-        "planned/step_s": best.seconds,
-        "planned/memory_gib": best.estimate.peak_memory / _GIB,
-        "planned/samples_per_s": setup.global_batch / best.seconds,
-    }
+    runner_up = next((made.setup.layout for made in ranked if made.setup.layout != layout), None)
+    planned = Planned(
+        step_time=best.seconds,
+        samples_per_second=setup.global_batch / best.seconds,
+        tokens_per_second=best.estimate.tokens_per_second,
+        memory_bytes=best.estimate.peak_memory,
+        parts=dict(best.estimate.parts),
+        factors=dict(cluster.factors),
+        runner_up=None if runner_up is None else describe(runner_up),
+    )
     lines = [
         f"degrees: {describe(layout)}, planned for {profile.num_parameters / 1e6:,.4g} M parameters on"
         f" {cluster if cluster.seats is None else cluster.gpu.name}",
@@ -241,6 +273,9 @@ def _described(ranked: list[Plan], profile: ModelProfile, cluster: Cluster, aske
         f" an update sees {setup.global_batch} samples: set the learning rate for that",
         *_runner_up(ranked),
     ]
+    if cluster.factors:
+        changed = ", ".join(f"{part} x {cluster.factors[part]:.2f}" for part, _ in _largest(best))
+        lines.append(f"  corrected by what earlier runs on such devices took over what was predicted: {changed}")
     if batch.assumed:
         lines.append(f"  assumed, as nothing says it before the first batch: {', '.join(batch.assumed)}")
     if setup.recompute == "full" and asked.settings.activation_checkpointing == "none":
@@ -251,7 +286,7 @@ def _described(ranked: list[Plan], profile: ModelProfile, cluster: Cluster, aske
         lines=tuple(lines),
         reshard=setup.reshard if layout.shard_size > 1 else None,
         recompute=setup.recompute,
-        figures=figures,
+        planned=planned,
     )
 
 
@@ -270,10 +305,15 @@ def _runner_up(ranked: list[Plan]) -> list[str]:
 
 
 def _parts(made: Plan) -> str:
-    """The three largest parts of a step."""
-    largest = sorted(made.estimate.parts.items(), key=lambda part: part[1], reverse=True)[:3]
+    """What a step is mostly made of."""
     total = sum(made.estimate.parts.values())
-    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in largest if seconds > 0)
+    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in _largest(made))
+
+
+def _largest(made: Plan) -> list[tuple[str, float]]:
+    """The three largest parts, with their seconds."""
+    largest = sorted(made.estimate.parts.items(), key=lambda part: part[1], reverse=True)[:3]
+    return [(name, seconds) for name, seconds in largest if seconds > 0]
 
 
 def _seconds(seconds: float) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
+from lightning_hybrid.archive import Planned
 from lightning_hybrid.building.per_block import can_split_backward
 from lightning_hybrid.choosing.choose import ArchiveChoice, archived_schedule, check_counts, choose_stages_per_rank
 from lightning_hybrid.choosing.plan import PlanChoice
@@ -26,11 +26,13 @@ class RunChoice:
     """The degrees, once they are known."""
     started_from: str | None = None
     """Id of the archive entry that something was taken from."""
+    source: str = ""
+    """Who chose the degrees, if nobody gave them: ``"archive entry ..."``, ``"planner"``, ``"simple rule"``, ..."""
     tuned: PlanChoice | None = None
     """What trials have shown to be fastest."""
     tuned_failures: frozenset[Layout] | set[Layout] = frozenset()
     """Degrees that failed in trials."""
-    planned: Mapping[str, float] = MappingProxyType({})
+    planned: Planned | None = None
     """What the planner predicted, where it chose the degrees."""
 
     def __init__(
@@ -80,6 +82,7 @@ class RunChoice:
     def take_entry(self, choice: ArchiveChoice) -> None:
         """Start from an archive entry: its degrees, and what else nobody gave."""
         self.layout, self.started_from = choice.layout, choice.entry_id
+        self.source = f"archive entry {choice.entry_id}"
         self.settings = with_options(self.settings, choice.settings["options"])
         if choice.layout.pipeline_parallel_size == 1:
             return
@@ -93,7 +96,8 @@ class RunChoice:
 
     def take_plan(self, plan: PlanChoice) -> None:
         """Run what was planned: the degrees, and what saves memory where nobody said anything of it."""
-        self.layout, self.planned = plan.layout, plan.figures
+        self.layout, self.planned = plan.layout, plan.planned
+        self.source = plan.source
         changed: dict[str, Any] = {}
         if plan.reshard is not None and self.settings.reshard_after_forward is None:
             changed["reshard_after_forward"] = plan.reshard

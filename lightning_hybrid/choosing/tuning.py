@@ -91,7 +91,7 @@ def tune(launch: Callable[[Any], Any], strategy: Any, trainer: Any, arguments: S
     best = fastest(trials)
     if best is not None:
         line = f"degrees: {describe(best.plan.layout)}, the fastest of {len(trials)} plans tried for {STEPS} steps each"
-        choice.tuned = replace(best.plan, lines=(line, *best.plan.lines[1:2]))
+        choice.tuned = replace(best.plan, lines=(line, *best.plan.lines[1:2]), source="trials of plans")
 
 
 @contextmanager

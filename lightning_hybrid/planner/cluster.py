@@ -44,6 +44,8 @@ class Cluster:
     """What a probe found; counts instead of the nominal links."""
     placement: Placement = field(default_factory=Placement)
     """Which device each rank has."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """What real steps on these devices took over what was predicted, by part: estimates are corrected by it."""
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "per_node", "link", "network"):

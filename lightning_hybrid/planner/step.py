@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from lightning_hybrid.planner.calibration import correct
 from lightning_hybrid.planner.cluster import Cluster
 from lightning_hybrid.planner.collectives import ring, send
 from lightning_hybrid.planner.compute import Work, block_time, head_time, host_work
@@ -93,6 +94,7 @@ def estimate(profile: ModelProfile, cluster: Cluster, setup: Setup, *, constants
     if cluster.measured is not None and not cluster.placement.order:  # others may be slow, but have no part in it
         cluster = replace(cluster, placement=Placement(tuple(range(setup.num_devices))))
     parts = shared_parts(cluster, setup, step_parts(profile, cluster, setup, layers, constants))
+    parts = correct(parts, cluster.factors)
     seconds = sum(parts.values())
     peak = cluster.gpu.peak("bf16") * setup.num_devices
     return Estimate(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lightning_hybrid.archive import Entry
+from lightning_hybrid.archive import Entry, Planned
 from lightning_hybrid.archive.record import read_history, read_timeline
 from lightning_hybrid.errors import ArchiveError
+from lightning_hybrid.planner.calibration import TERMS
 from lightning_hybrid.report.charts import area_chart, line_chart, share_bar
 from lightning_hybrid.report.html import Html, tag
 from lightning_hybrid.report.numbers import NONE, count, memory, number, rate, seconds, share
@@ -47,6 +48,7 @@ def run_sections(entry: Entry) -> list[Html]:
         _message(entry),
         _tiles(entry),
         _section("Where a step goes", _breakdown(entry)),
+        *([_section("Predicted and measured", _predicted(entry.planned, entry))] if entry.planned else []),
         _section("Over the run", _course(entry)),
         *(pipeline if entry.degrees.pipeline_parallel_size > 1 else []),
         _section("Memory of a device", _memory(entry)),
@@ -76,7 +78,12 @@ def _tiles(entry: Entry) -> Html:
     gain = scaling.get("scaling/speedup")
     worst = max(entry.result.memory.values(), default=None)
     found = [
-        ("Step", seconds(result.step_time), f"{result.num_steps:,} steps"),
+        (
+            "Step",
+            seconds(result.step_time),
+            f"{result.num_steps:,} steps"
+            + (f", predicted {seconds(entry.planned.step_time)}" if entry.planned else ""),
+        ),
         (
             "Throughput",
             number(tokens or result.samples_per_second),
@@ -129,6 +136,36 @@ def _breakdown(entry: Entry) -> Html | list[Html]:
 def _worst(values: Mapping[str, float], part: str) -> str:
     spent, rank = values.get(f"step_worst/{part}_s"), values.get(f"step_worst/{part}_rank")
     return "" if spent is None or rank is None else f"{seconds(spent)} (rank {rank:.0f})"
+
+
+def _predicted(planned: Planned, entry: Entry) -> Html | list[Html]:
+    """What the planner said when it chose the degrees, beside what came of it."""
+    result = entry.result
+    rows: list[tuple[str, float, float | None, Callable[[float | None], str]]] = [
+        ("step", planned.step_time, result.step_time, seconds),
+        ("samples/s", planned.samples_per_second, result.samples_per_second, number),
+        ("tokens/s", planned.tokens_per_second, result.tokens_per_second, number),
+        ("memory of the fullest device", planned.memory_bytes, result.peak_memory_bytes, memory),
+    ]
+    measured = result.breakdown
+    for parts, names in TERMS.items():
+        spent = sum(planned.parts.get(part, 0.0) for part in parts)
+        real = sum(measured.get(f"step/{name}_s", 0.0) for name in names) if measured else None
+        if spent or real:
+            rows.append((f"  {parts[0]}", spent, real, seconds))
+    cells = [
+        [tag("td", name)]
+        + [tag("td", write(value), class_="num") for value in (predicted, real)]
+        + [tag("td", f"{real / predicted:.2f}" if real is not None and predicted > 0 else "", class_="num")]
+        for name, predicted, real, write in rows
+    ]
+    table = _table(["", "predicted", "measured", "measured / predicted"], cells, class_="parts")
+    text = "The planner chose these degrees"
+    text += f"; runner-up: {planned.runner_up}." if planned.runner_up else "."
+    if planned.factors:
+        used = [f"{part} × {planned.factors.get(part, 1.0):.2f}" for part, spent in planned.parts.items() if spent]
+        text += f" Earlier runs on such devices corrected the prediction: {', '.join(used)}."
+    return [tag("p", text, class_="dim"), tag("div", table, class_="scroll")]
 
 
 def _course(entry: Entry) -> Html | list[Html]:

@@ -61,7 +61,12 @@ def test_a_small_model_is_replicated_and_the_choice_explained() -> None:
     text = "\n".join(found.lines)
     for said in ("4 CPU ranks", "predicted: a step of", "GiB a device", "an update sees 64 samples", "runner-up: "):
         assert said in text, text
-    assert set(found.figures) == {"planned/step_s", "planned/memory_gib", "planned/samples_per_s"}
+    made = found.planned
+    assert made is not None
+    assert sum(made.parts.values()) == pytest.approx(made.step_time)
+    assert made.samples_per_second == pytest.approx(64 / made.step_time)
+    assert made.runner_up is not None
+    assert made.runner_up in text
 
 
 @pytest.mark.parametrize("num_devices", [2, 3, 5, 6, 7, 8])
@@ -84,7 +89,8 @@ def test_a_model_that_one_device_cannot_hold(monkeypatch: pytest.MonkeyPatch) ->
     on(monkeypatch, "V100-16GB")
     found = choose(large(), 8)
     assert found.layout.replicate_size < 8 or found.layout.pipeline_parallel_size > 1
-    assert found.figures["planned/memory_gib"] <= 0.8 * 16
+    assert found.planned is not None
+    assert found.planned.memory_bytes <= 0.8 * 16 * 2**30
     manual = large()
     manual.automatic_optimization = False
     assert choose(manual, 8).layout.pipeline_parallel_size == 1
@@ -157,7 +163,7 @@ def test_a_model_that_does_not_exist_yet_is_known_all_the_same() -> None:
     built.configure_model()
     assert fingerprint_module(whole) == fingerprint_module(built)
     assert whole_model(built) is built
-    assert choose(Late()).figures["planned/step_s"] > 0
+    assert choose(Late()).planned is not None
 
 
 @pytest.mark.parametrize(

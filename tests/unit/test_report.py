@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_hybrid import cli
-from lightning_hybrid.archive import Archive, Entry
+from lightning_hybrid.archive import Archive, Entry, Planned
 from lightning_hybrid.archive.record import write_history, write_timeline
 from lightning_hybrid.metrics.breakdown import PARTS
 from lightning_hybrid.metrics.bubble import measure_bubble
@@ -55,7 +55,11 @@ def measured(
     sizes = dataclasses.replace(
         entry.batch, global_size=batch, size_per_data_rank=batch // data, accumulate_grad_batches=1
     )
-    return dataclasses.replace(entry, result=result, settings=settings, batch=sizes)
+    planned = Planned(
+        step_time=0.08, samples_per_second=1.25 * rate, tokens_per_second=160 * rate, memory_bytes=6e9,
+        parts={"compute": 0.04, "recompute": 0.01, "tensor": 0.03}, factors={"compute": 1.25}, runner_up="data 9",
+    )  # fmt: skip
+    return dataclasses.replace(entry, result=result, settings=settings, batch=sizes, planned=planned)
 
 
 RUNS = [
@@ -149,7 +153,8 @@ def test_texts_of_entries_are_text(page: str) -> None:
 
 def test_a_run_says_what_was_measured() -> None:
     text = Reader(run_page(RUNS[3])).text
-    for fact in ("50.0 %", "30.0 ms", "communication, tensor", "ZBVZeroBubble", "rank 0: stages 0, 7", "7 GB", "2.50"):
+    for fact in ("50.0 %", "30.0 ms", "communication, tensor", "ZBVZeroBubble", "rank 0: stages 0, 7", "7 GB", "2.50",
+                 "predicted 80.0 ms", "1.25", "runner-up: data 9", "compute × 1.25"):  # fmt: skip
         assert fact in text, fact
     assert "Not recorded" not in text
     assert re.search(r"Measured: \d+ ms, [\d.]+ % of it idle", text)
