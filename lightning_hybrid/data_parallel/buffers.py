@@ -63,6 +63,10 @@ class SharedBuffers:
             self._synchronise()
         self._is_due = trains and dist.get_world_size(self._group) > 1 and bool(self._places)
 
+    def note(self) -> None:
+        """All ranks hold the same values now: only what changes from here on travels."""
+        self._seen = [None if buffer is None else _Look.at(buffer) for buffer in self._held()]
+
     def average(self) -> None:
         """Take the mean over the ranks of what has changed on any of them; the first one's where it is no float.
 
@@ -88,7 +92,7 @@ class SharedBuffers:
                 dist.broadcast(flat, src=source, group=self._group)
             for buffer, values in zip(found, flat.split([b.numel() for b in found]), strict=True):
                 buffer.copy_(values.view(buffer.shape))
-        self._seen = [None if buffer is None else _Look.at(buffer) for buffer in buffers]
+        self.note()
 
     def _held(self) -> list[Tensor | None]:
         """What this rank has of each; nothing where an optimizer trains it."""

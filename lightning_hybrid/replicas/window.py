@@ -3,13 +3,15 @@
 [Note: replicas that meet]
 Between two exchanges replicas say nothing to each other. So one that has run out of batches, or stands elsewhere for
 another reason, would send its weights for something else. Before each exchange, and at the last batch of an epoch, the
-replicas tell each other why they have come, in one message of 16 bytes. If they do not agree all of them fail by name.
+replicas tell each other why they have come and which weights they train, in one message of 24 bytes. If they do not
+agree all of them fail by name.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,6 +77,7 @@ class Replicas:
         self._fragments, self._tied = fragments_of(blocks, options.num_fragments), frozenset(tied)
         self._averager = Averager(group, device, torch.bfloat16 if options.dtype else None)
         self.trained: dict[str, nn.Parameter] = {}
+        self._names = 0
         self._trial = Trial(device) if options.interval == "auto" else None
         self._set_options(options)
         self._still = SharedBuffers(module, group, device, trained=self.trained.values)
@@ -115,12 +118,15 @@ class Replicas:
 
     def start(self) -> None:
         """At the start of training: outer weights are the weights, which may have been loaded meanwhile."""
-        if not self.is_restored and not any(self.since):
-            self._begin_outer()
+        if not any(self.since):
+            if not self.is_restored:
+                self._begin_outer()
+            self._still.note()
         self.is_restored = False
 
     def notice_trained(self) -> None:
         """Before each step: what is trained from now on. It keeps being exchanged when it is frozen again."""
+        known = len(self.trained)
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and name not in self.trained:
                 if self.outer is not None and parameter.element_size() < 4:
@@ -132,6 +138,8 @@ class Replicas:
                 self.trained[name] = parameter
                 if self.outer is not None and name not in self.outer:
                     self.outer.set(name, local(parameter))
+        if len(self.trained) != known:
+            self._names = zlib.crc32("\n".join(sorted(self.trained)).encode())
 
     def after_step(self) -> None:
         """After each optimizer step: exchange what is due. A collective of the replicas then."""
@@ -208,19 +216,35 @@ class Replicas:
         """See the note above. A collective of the replicas.
 
         Raises:
-            ConfigurationError: on all of them, if they are at different places.
+            ConfigurationError: on all of them, if they are at different places, or train different weights.
         """
-        device = self._averager.device
-        mine = torch.tensor([reason, self.step if number is None else number], device=device)
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(found, mine, group=self._group)
-        told = [tuple(place.tolist()) for place in found]
-        if len(set(told)) > 1:
-            places = ", ".join(f"replica {i}: {_REASONS[why]} ({count})" for i, (why, count) in enumerate(told))
+        mine = [reason, self.step if number is None else number, self._names]
+        told = self._tell(torch.tensor(mine, device=self._averager.device))
+        if len({(why, count) for why, count, _ in told}) > 1:
+            places = ", ".join(f"replica {i}: {_REASONS[why]} ({count})" for i, (why, count, _) in enumerate(told))
             raise ConfigurationError(
                 f"The replicas have come to different places: {places}. Give all data ranks the same number of training"
-                " batches: limit_train_batches, a DistributedSampler, or a data set that is split evenly."
+                " batches (limit_train_batches, a DistributedSampler, or a data set that is split evenly), and let none"
+                " of them alone skip an optimizer step or set trainer.should_stop."
             )
+        if len({names for *_, names in told}) > 1:
+            raise ConfigurationError(
+                f"The replicas train different weights: {self._only_some_train()}. Freeze and unfreeze the same weights"
+                " before the same step on all ranks."
+            )
+
+    def _tell(self, mine: Tensor) -> list[list[int]]:
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(found, mine, group=self._group)
+        return [place.tolist() for place in found]
+
+    def _only_some_train(self) -> str:
+        """Say what not all replicas train. A collective of the replicas."""
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, set(self.trained), group=self._group)
+        names = sorted(set.union(*found) - set.intersection(*found))
+        who = ", ".join(str(i) for i, trained in enumerate(found) if names[0] in trained)
+        return f"{names[0]} only replica {who}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
     # ---- exchanges -------------------------------------------------------------------------------------------------
 

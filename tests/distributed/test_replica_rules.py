@@ -156,6 +156,20 @@ def test_a_replica_that_runs_out_of_batches_is_refused_on_all() -> None:
         assert "different places: replica 0: the last batch (6), replica 1: the last batch (5)" in text
 
 
+def test_replicas_that_train_different_weights_are_refused_on_all() -> None:
+    class LitPartly(LitUnfrozen):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            self.blocks[0].requires_grad_(batch_idx > 1 and self.global_rank == 1)
+
+    def run(rank: int) -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            train(LitPartly, {}, 4)
+        return str(caught.value)
+
+    for text in run_ranks(2, run):
+        assert "train different weights: blocks.0.down.bias only replica 1 (and 5 more)" in text
+
+
 class SaveAtEnd(L.Callback):
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -162,11 +162,12 @@ def test_bf16_is_off_by_its_rounding_only() -> None:
 
 
 class LitLarge(LitReplica):
-    """Large enough that a few bytes more for each exchange do not count."""
+    """Large enough that a few bytes more for each exchange do not count; what is frozen must not travel at all."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 2048), nn.Linear(2048, WIDTH)) for _ in range(2))
+        self.base = nn.Linear(64, 64).requires_grad_(False)
 
 
 def counted(rank: int, degrees: dict[str, Any], syncs: list[Any]) -> list[list[Call]]:
