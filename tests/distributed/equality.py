@@ -82,13 +82,17 @@ def full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if isinstance(tensor, DTensor):
             sharded = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
             if len(sharded) == 1 and type(tensor.placements[sharded[0]]) is Shard:
-                kinds.setdefault((tensor.device_mesh, sharded[0]), []).append(name)
+                kinds.setdefault((tensor.device_mesh, sharded[0], tensor.dtype), []).append(name)
             else:
                 whole[name] = tensor.full_tensor().clone()
-    for (mesh, axis), names in kinds.items():
+    for (mesh, axis, _), names in kinds.items():
         parts: list[Any] = [None] * mesh.size(axis)
-        dist.all_gather_object(parts, [tensors[name].to_local() for name in names], group=mesh.get_group(axis))
-        for name, shards in zip(names, zip(*parts, strict=True), strict=True):
+        mine = [tensors[name].to_local() for name in names]
+        flat = torch.cat([part.reshape(-1) for part in mine])
+        dist.all_gather_object(parts, (flat, [part.shape for part in mine]), group=mesh.get_group(axis))
+        split = [flat.split([shape.numel() for shape in shapes]) for flat, shapes in parts]
+        for index, name in enumerate(names):
+            shards = [values[index].view(shapes[index]) for values, (_, shapes) in zip(split, parts, strict=True)]
             whole[name] = torch.cat(shards, dim=tensors[name].placements[axis].dim)
     return whole
 
