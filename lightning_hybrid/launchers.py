@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_hybrid.choosing.tuning import tune
 from lightning_hybrid.failures.failing import failing_together, kill_all, run_together, watch_children
 from lightning_hybrid.failures.restart import prepare_for_restarts
+from lightning_hybrid.machine.rank_variables import check_rank_variables
 
 __all__ = ["HybridMultiProcessingLauncher", "make_launcher"]
 
@@ -43,6 +44,10 @@ class _Restartable(_Launcher):
     @override
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         if trainer is not None:
+            strategy = trainer.strategy
+            check_rank_variables(
+                strategy.cluster_environment, num_devices=strategy.num_processes, num_nodes=strategy.num_nodes
+            )
             prepare_for_restarts(trainer)
             self._tune(function, args, trainer)
             function = self._guarded(function, trainer)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import yaml
+from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_hybrid.cli import main
 from lightning_hybrid.errors import HybridError
-from tests.unit.wrong_inputs import COMMANDS, GROUPS, WRONG
+from tests.unit.wrong_inputs import COMMANDS, GROUPS, WRONG, YAML
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -50,8 +53,25 @@ def test_the_command_line_says_what_is_wrong(
     assert not faults, "\n".join(faults)
 
 
+def test_yaml_of_a_lightning_cli_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(L.Trainer, "trainer")
+    faults = []
+    for text, words in YAML:
+        said = ""
+        try:
+            trainer = {"accelerator": "cpu", "devices": 2, "logger": False, **yaml.safe_load(text)}
+            parser.instantiate_classes(parser.parse_object({"trainer": trainer}))
+        except (SystemExit, ValueError) as error:
+            said = f"{error}{capsys.readouterr().err}"
+        missing = [word for word in words if word not in said]
+        if missing:
+            faults.append(f"{text}: {missing} are not in {said[-600:]!r}" if said else f"{text} was taken")
+    assert not faults, "\n".join(faults)
+
+
 def test_the_table_is_large_enough() -> None:
-    assert len(WRONG) + len(COMMANDS) >= 150
+    assert len(WRONG) + len(COMMANDS) + len(YAML) >= 150
     assert {line[0] for line in WRONG} == set(GROUPS)
     assert all(len(words) >= 2 for _, _, words in WRONG)
 

@@ -8,12 +8,15 @@ be right, so there are at least two words for each.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_hybrid import Hybrid3DStrategy, ReplicaSync
@@ -22,12 +25,13 @@ from lightning_hybrid.batches.microbatches import BatchSplitter
 from lightning_hybrid.callbacks import BubbleRatio, ConfigArchive, FiniteGradients, ScalingEfficiency, StepBreakdown
 from lightning_hybrid.checkpoint.files import read_checkpoint
 from lightning_hybrid.layout import Layout, resolve_layout
+from lightning_hybrid.machine.rank_variables import check_rank_variables
 from lightning_hybrid.optimizer import global_grad_norm
 from lightning_hybrid.pipeline.schedule import find_schedule
 from lightning_hybrid.planner import Cluster, ModelProfile, plan
 from tests.unit.archive_entries import make_entry
 
-__all__ = ["GROUPS", "WRONG"]
+__all__ = ["COMMANDS", "GROUPS", "WRONG", "YAML"]
 
 
 def _changed(changes: dict[str, Any]) -> Entry:
@@ -71,6 +75,14 @@ def _split(batch: Any, unbatched: Any = None, samples: int | None = None) -> Any
     return BatchSplitter(unbatched).split(batch, 2)
 
 
+def _ranks(variables: dict[str, str], num_nodes: int = 1) -> None:
+    """As each of two processes on each node does."""
+    usual = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": str(2 * num_nodes), "MASTER_ADDR": "127.0.0.1"}
+    usual |= {"MASTER_PORT": "29500", "NODE_RANK": "0"}
+    with mock.patch.dict(os.environ, {**usual, **variables}):
+        check_rank_variables(LightningEnvironment(), num_devices=2, num_nodes=num_nodes)
+
+
 #: Group -> how its inputs are used.
 GROUPS: dict[str, Callable[[Any, Path], Any]] = {
     "strategy": lambda given, _: Hybrid3DStrategy(**given),
@@ -95,6 +107,7 @@ GROUPS: dict[str, Callable[[Any, Path], Any]] = {
     "checkpoint": _written(lambda path: read_checkpoint(path, TorchCheckpointIO()), "broken.ckpt"),
     "norm": lambda given, _: global_grad_norm([], mesh=None, norm_type=given),
     "batch": lambda given, _: _split(given),
+    "environment": lambda given, _: _ranks(*given),
 }
 
 Input = tuple[str, Any, tuple[str, ...]]
@@ -274,6 +287,58 @@ _OTHERS: list[Input] = [
     ("batch", {"x": torch.zeros(())}, ("batch", "tensors from the dataset")),
 ]
 
+_ENVIRONMENT: list[Input] = [
+    *[
+        ("environment", ({name: value},), (f"{name}={value!r}", "integer of at least"))
+        for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT")
+        for value in ("", "first", "-1", "1.5")
+    ],
+    ("environment", ({"WORLD_SIZE": "0"},), ("WORLD_SIZE='0'", "at least 1")),
+    ("environment", ({"MASTER_PORT": "0"},), ("MASTER_PORT='0'", "at least 1")),
+    ("environment", ({"MASTER_PORT": "99999"},), ("MASTER_PORT=99999", "65535")),
+    ("environment", ({"LOCAL_RANK": "2"},), ("LOCAL_RANK=2", "0 to 1", "devices=")),
+    ("environment", ({"NODE_RANK": "1"},), ("NODE_RANK=1", "num_nodes=")),
+    ("environment", ({"NODE_RANK": "2"}, 2), ("NODE_RANK=2", "0 to 1")),
+    ("environment", ({"WORLD_SIZE": "8"},), ("WORLD_SIZE=8", "2 processes")),
+    ("environment", ({"RANK": "2"},), ("RANK=2", "0 to 1")),
+    ("environment", ({"MASTER_ADDR": ""},), ("MASTER_ADDR=''", "machine with rank 0")),
+    ("environment", ({"MASTER_ADDR": "not a machine"},), ("MASTER_ADDR='not a machine'", "machine with rank 0")),
+]
+
+_STRATEGY_PATH, _CALLBACKS_PATH = "lightning_hybrid.Hybrid3DStrategy", "lightning_hybrid.callbacks"
+#: ``trainer:`` of a LightningCLI's YAML, and what must be said.
+YAML: list[tuple[str, tuple[str, ...]]] = [
+    *[
+        (f"strategy: {{class_path: {_STRATEGY_PATH}, init_args: {{{arguments}}}}}", words)
+        for arguments, words in [
+            ("pipeline_parallel_size: two", ("pipeline_parallel_size", "two", "auto")),
+            ("pipeline_parallel_size: 0", ("pipeline_parallel_size=0", "at least 1")),
+            ("pipeline_parallel: 2", ("pipeline_parallel", "not accepted")),
+            ("verify: -1", ("verify=-1", "how many optimizer steps")),
+            ("verify: 1.5", ("verify", "1.5")),
+            ("timeout: soon", ("timeout", "soon", "h:m:s")),
+            ("schedule: fastest", ("fastest", "1F1B")),
+            ("tp_plan: [1]", ("tp_plan", "[1]", "Mapping")),
+            ("replica_sync: {sync: 3}", ("sync", "interval")),
+            ("load_once: maybe", ("load_once", "maybe", "bool")),
+            ("start_method: thread", ("start_method", "thread", "popen")),
+        ]
+    ],
+    (f"strategy: {{class_path: {_STRATEGY_PATH}, init_args: 3}}", (_STRATEGY_PATH, "3")),
+    ("strategy: {class_path: lightning_hybrid.Hybrid4D}", ("Hybrid4D", "no attribute")),
+    *[
+        (f"callbacks: [{{class_path: {_CALLBACKS_PATH}.{name}, init_args: {{{arguments}}}}}]", words)
+        for name, arguments, words in [
+            ("Nothing", "", ("Nothing", "no attribute")),
+            ("StepBreakdown", "speed: 3", ("speed", "not accepted")),
+            ("BubbleRatio", "every_n_steps: often", ("every_n_steps", "often")),
+            ("ConfigArchive", "every_n_steps: -1", ("every_n_steps=-1", "steps")),
+            ("FiniteGradients", "action: go", ("go", "skip")),
+            ("Verify", "num_steps: 0", ("num_steps=0", "at least 1")),
+        ]
+    ],
+]
+
 #: What the command line is given, and what it must say (with exit code 1 or 2).
 COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     ([], ("subcommand",)),
@@ -298,4 +363,14 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     (["report", "nowhere"], ("nowhere",)),
 ]
 
-WRONG: list[Input] = [*_STRATEGY, *_REPLICAS, *_DEVICES, *_CALLBACKS, *_SCHEDULES, *_ENTRIES, *_PLANNER, *_OTHERS]
+WRONG: list[Input] = [
+    *_STRATEGY,
+    *_REPLICAS,
+    *_DEVICES,
+    *_CALLBACKS,
+    *_SCHEDULES,
+    *_ENTRIES,
+    *_PLANNER,
+    *_OTHERS,
+    *_ENVIRONMENT,
+]
