@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_hybrid.batches.randomness import StepRandomness, derive_seed, same_random_state
 from lightning_hybrid.building.per_block import ActivationCheckpointing
-from lightning_hybrid.choosing.choose import check_run, choose_layout
+from lightning_hybrid.choosing.choose import choose_layout
 from lightning_hybrid.choosing.from_archive import FromArchive
 from lightning_hybrid.choosing.logged import log_choice
 from lightning_hybrid.choosing.run_choice import RunChoice
@@ -284,7 +284,6 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
         self.watch = start_watch(self)
         self.choice.share(self.broadcast)
         self.choice.layout = choose_layout(self)
-        check_run(self.choice, self.lightning_module, self.precision_plugin)
         self._mesh = build_mesh(self.layout, self.root_device.type)
         self._clock = Clock(self.root_device)
         assert self.lightning_module is not None

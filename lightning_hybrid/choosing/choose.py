@@ -22,13 +22,15 @@ from lightning_hybrid.archive import (
 )
 from lightning_hybrid.archive.match import rescale
 from lightning_hybrid.building.per_block import check_split_backward
+from lightning_hybrid.choosing.logged import advice_to_record
 from lightning_hybrid.choosing.plan import PlanChoice, choose_by_plan
 from lightning_hybrid.choosing.run_facts import whole_model
-from lightning_hybrid.errors import ArchiveError, ConfigurationError, UnsupportedError
+from lightning_hybrid.errors import ArchiveError, ConfigurationError, HybridError, UnsupportedError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.pipeline.blocks import list_blocks
 from lightning_hybrid.pipeline.schedule import ScheduleSpec, find_schedule
 from lightning_hybrid.pipeline.schedule_file import parse_schedule
+from lightning_hybrid.planner.setup import describe
 from lightning_hybrid.settings import Settings, with_options
 from lightning_hybrid.tensor_parallel.plan import build_tp_plan
 
@@ -48,6 +50,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+#: Chosen degrees that may turn out to be refused before the run is.
+_MOST_REFUSED = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class ArchiveChoice:
@@ -60,29 +65,56 @@ class ArchiveChoice:
 
 
 def choose_layout(strategy: Any) -> Layout:
-    """Return the degrees of a strategy's run, chosen if the user gave none. A collective.
+    """Return the degrees of a strategy's run, chosen if the user gave none, and checked. A collective.
 
-    One rank decides, the others get its word. It is said, by one rank, in a few lines.
+    One rank decides, the others get its word. It is said, by one rank, in a few lines. Chosen degrees that turn out to
+    be refused (all ranks find the same) are said, and the next best ones taken: nothing is built yet.
 
     Raises:
         ConfigurationError: if the degrees do not make as many devices as there are.
+        HybridError: if the run is refused as it is.
     """
     choice, num_devices = strategy.choice, strategy.num_nodes * strategy.num_processes
-    if choice.is_open:
-        found = _decide(strategy, num_devices) if strategy.global_rank == 0 else None
-        found = strategy.broadcast(found)
-        if isinstance(found, ArchiveChoice):
-            choice.take_entry(found)
-            rank_zero_info(f"lightning_hybrid: {found.reason}")
+    refused = set[Layout]()
+    open_choice = dict(vars(choice))
+    while choice.is_open:
+        found = _decide(strategy, num_devices, refused) if strategy.global_rank == 0 else None
+        _take(strategy, strategy.broadcast(found))
+        try:
+            check_run(choice, strategy.lightning_module, strategy.precision_plugin)
+        except HybridError as error:
+            if choice.layout in refused or len(refused) == _MOST_REFUSED:
+                raise
+            rank_zero_info(f"lightning_hybrid: {describe(choice.layout)} cannot run, so others are taken: {error}")
+            refused.add(choice.layout)
+            vars(choice).clear()
+            vars(choice).update(open_choice)
         else:
-            choice.take_plan(found)
-            for line in found.lines:
-                rank_zero_info(f"lightning_hybrid: {line}")
-        strategy.settings = choice.settings
-    elif choice.layout is not None and choice.layout.world_size != num_devices:  # an entry's, given by the user
+            assert choice.layout is not None
+            return choice.layout  # type: ignore[no-any-return]
+    if choice.layout is not None and choice.layout.world_size != num_devices:  # an entry's, given by the user
         choice.layout = _resized(choice.layout, num_devices)
-    layout: Layout = choice.resolve(num_devices)
-    return layout
+    choice.layout = choice.resolve(num_devices)
+    check_run(choice, strategy.lightning_module, strategy.precision_plugin)
+    return choice.layout  # type: ignore[no-any-return]
+
+
+def _take(strategy: Any, found: ArchiveChoice | PlanChoice) -> None:
+    choice = strategy.choice
+    if isinstance(found, ArchiveChoice):
+        choice.take_entry(found)
+        rank_zero_info(f"lightning_hybrid: {found.reason}")
+    else:
+        choice.take_plan(found)
+        for line in found.lines:
+            rank_zero_info(f"lightning_hybrid: {line}")
+    strategy.settings = choice.settings
+    if (
+        choice.source
+        and choice.settings.archive is not None
+        and (advice := advice_to_record(strategy.lightning_module))
+    ):
+        rank_zero_info(f"lightning_hybrid:   {advice}")
 
 
 def _resized(layout: Layout, num_devices: int) -> Layout:
@@ -96,15 +128,15 @@ def _resized(layout: Layout, num_devices: int) -> Layout:
     return resized
 
 
-def _decide(strategy: Any, num_devices: int) -> ArchiveChoice | PlanChoice:
+def _decide(strategy: Any, num_devices: int, refused: set[Layout]) -> ArchiveChoice | PlanChoice:
     """The nearest known-good entry, else the planner's best. Whatever goes wrong here must not stop the others."""
     module, choice = strategy.lightning_module, strategy.choice
-    if choice.tuned is not None:
+    if choice.tuned is not None and choice.tuned.layout not in refused:
         return choice.tuned  # type: ignore[no-any-return]
     match, failed = None, dict[Layout, Entry]()
     if choice.settings.archive is not None and num_devices > 1:
         try:
-            match, failed = _ask_archive(strategy, module, num_devices)
+            match, failed = _ask_archive(strategy, module, num_devices, refused)
         except ArchiveError as error:
             logger.warning("The archive is not used: %s", error)
         except Exception as error:  # a configure_model that wants its ranks
@@ -113,10 +145,12 @@ def _decide(strategy: Any, num_devices: int) -> ArchiveChoice | PlanChoice:
         return ArchiveChoice(
             layout=match.degrees, entry_id=match.entry.id, settings=vars(match.entry.settings), reason=match.reason
         )
-    return choose_by_plan(strategy, module, num_devices, failed={*failed, *choice.tuned_failures})
+    return choose_by_plan(strategy, module, num_devices, failed={*failed, *choice.tuned_failures, *refused})
 
 
-def _ask_archive(strategy: Any, module: Any, num_devices: int) -> tuple[Match | None, dict[Layout, Entry]]:
+def _ask_archive(
+    strategy: Any, module: Any, num_devices: int, refused: set[Layout]
+) -> tuple[Match | None, dict[Layout, Entry]]:
     choice = strategy.choice
     hardware = detect_hardware(strategy.root_device.type, num_devices=num_devices, num_nodes=strategy.num_nodes)
     whole = whole_model(module)
@@ -126,7 +160,7 @@ def _ask_archive(strategy: Any, module: Any, num_devices: int) -> tuple[Match | 
         fingerprint,
         hardware,
         num_devices,
-        accept=lambda layout, entry: can_run(layout, entry, whole, choice),
+        accept=lambda layout, entry: layout not in refused and can_run(layout, entry, whole, choice),
     )
     return match, failed_degrees(known, fingerprint, hardware)
 

@@ -1,15 +1,20 @@
-"""What was chosen for a run, in its loggers' hyperparameters, where runs are compared."""
+"""What was chosen for a run: in its loggers' hyperparameters, and beside a failure that may be due to the choice."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hybrid.choosing.run_choice import RunChoice
+from lightning_hybrid.planner.setup import describe
 
-__all__ = ["chosen_values", "log_choice"]
+if TYPE_CHECKING:
+    from lightning_hybrid.choosing.run_choice import RunChoice
+
+__all__ = ["advice_to_record", "chosen_values", "log_choice", "remark_on_failure"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,3 +50,45 @@ def log_choice(strategy: Any) -> None:
             logger.log_hyperparams({**before, **values})
         except Exception as error:  # loggers are plug-ins and raise what they like; the run is worth more
             _log.warning("%s does not take the chosen degrees: %s", type(logger).__name__, error)
+
+
+def _records(trainer: Any) -> str | None:
+    """Return the archive in which a Trainer's runs leave entries; ``None`` if there is none."""
+    callbacks = getattr(trainer, "callbacks", None) or ()
+    found = (
+        callback for callback in callbacks if any(kind.__name__ == "ConfigArchive" for kind in type(callback).mro())
+    )
+    return next((str(callback.archive) for callback in found), None)
+
+
+def advice_to_record(module: Any) -> str | None:
+    """Return what a fit should be told that leaves nothing to the next one."""
+    trainer = getattr(module, "_trainer", None)
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING or _records(trainer) is not None:
+        return None
+    return (
+        "nothing records how this run goes: with ConfigArchive() among the callbacks the next one starts from it, or"
+        " passes over degrees that failed"
+    )
+
+
+def remark_on_failure(strategy: Any, trainer: Any, error: BaseException) -> str | None:
+    """Return what to know of an error before the end of the first step, where the degrees were chosen."""
+    choice = strategy.choice
+    ended = isinstance(error, (KeyboardInterrupt, SystemExit, SIGTERMException))
+    if not choice.source or choice.layout is None or trainer is None or trainer.global_step or ended:
+        return None
+    other = choice.planned.runner_up if choice.planned is not None else None
+    next_best = f" (the runner-up is {other})" if other else ""
+    archive = _records(trainer)
+    if archive is None:
+        what = (
+            "Nothing records this, so the next start would take the same degrees: add ConfigArchive() to the callbacks,"
+            f" or give degrees{next_best}"
+        )
+    else:
+        what = (
+            f"Archive {archive} has it as a failure of these degrees: the next start takes others{next_best}."
+            " If they are not to blame, one run that works with them, given explicitly, clears it"
+        )
+    return f"The degrees ({describe(choice.layout)}) were chosen by: {choice.source}. {what}."

@@ -15,7 +15,9 @@ from typing import Any
 from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
+from lightning_hybrid.choosing.logged import remark_on_failure
 from lightning_hybrid.failures.failure import PeerFailedError
+from lightning_hybrid.failures.watch import add_note
 
 __all__ = ["failing_together", "kill_all", "run_together", "watch_children"]
 
@@ -60,6 +62,8 @@ def _explained(strategy: Any, trainer: Any) -> Iterator[None]:
             raise
         explained = strategy.watch.explain(error)
         if explained is error:
+            if (remark := remark_on_failure(strategy, trainer, error)) is not None:
+                add_note(error, remark)
             raise
         _print_once(strategy.watch.rank)
         time.sleep(AFTERWARDS)

@@ -127,7 +127,7 @@ class Watch:
         if follows and self.first is None:
             self._end_silent_hub()
         if not follows or self.first is None or self.first.rank == self.rank:
-            _add_note(error, f"On rank {self.rank} ({failure.place}): {where.action or 'outside of the loops'}")
+            add_note(error, f"On rank {self.rank} ({failure.place}): {where.action or 'outside of the loops'}")
             return error
         if self.rank == self.first.scribe:
             self.say_once(self.first)
@@ -389,7 +389,8 @@ def _progress_of(trainer: Any) -> tuple[int, ...]:
     return tuple(loop.batch_progress.total.ready for loop in (*loops, trainer.test_loop, trainer.predict_loop))
 
 
-def _add_note(error: BaseException, note: str) -> None:
+def add_note(error: BaseException, note: str) -> None:
+    """Have a line printed below an error's traceback, once."""
     if hasattr(error, "add_note"):
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)

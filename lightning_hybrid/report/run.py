@@ -142,7 +142,6 @@ def _predicted(planned: Planned, entry: Entry) -> Html | list[Html]:
     """What the planner said when it chose the degrees, beside what came of it."""
     result = entry.result
     rows: list[tuple[str, float, float | None, Callable[[float | None], str]]] = [
-        ("step", planned.step_time, result.step_time, seconds),
         ("samples/s", planned.samples_per_second, result.samples_per_second, number),
         ("tokens/s", planned.tokens_per_second, result.tokens_per_second, number),
         ("memory of the fullest device", planned.memory_bytes, result.peak_memory_bytes, memory),
@@ -152,7 +151,8 @@ def _predicted(planned: Planned, entry: Entry) -> Html | list[Html]:
         spent = sum(planned.parts.get(part, 0.0) for part in parts)
         real = sum(measured.get(f"step/{name}_s", 0.0) for name in names) if measured else None
         if spent or real:
-            rows.append((f"  {parts[0]}", spent, real, seconds))
+            rows.append((parts[0], spent, real, seconds))
+    rows.append(("step", planned.step_time, result.step_time, seconds))
     cells = [
         [tag("td", name)]
         + [tag("td", write(value), class_="num") for value in (predicted, real)]

@@ -15,9 +15,12 @@ from examples.gpt.module import LitGPT
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.archive import fingerprint_module
 from lightning_hybrid.batches.randomness import is_same_state, random_state
+from lightning_hybrid.choosing import choose as choose_layouts
 from lightning_hybrid.choosing import plan as choose_plan
+from lightning_hybrid.choosing.logged import chosen_values, remark_on_failure
 from lightning_hybrid.choosing.plan import PlanChoice, choose_by_plan
 from lightning_hybrid.choosing.run_facts import BatchFacts, batch_facts, cluster_here, whole_model
+from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.planner import Cluster
 from tests.distributed.zoo import ZOO
@@ -101,6 +104,44 @@ def test_what_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None
     second = choose(small(), failed=[first]).layout
     third = choose(small(), failed=[first, second]).layout
     assert len({first, second, third}) == 3
+
+
+def test_chosen_degrees_that_are_refused_give_way_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before anything is built; what the refused ones had set is taken back, and given degrees are refused at once."""
+
+    def no_replicas(choice: Any, module: Any, precision: Any) -> None:
+        if choice.layout.replicate_size > 1:
+            choice.settings = None  # which must not stay
+            raise UnsupportedError("no replicas")
+
+    monkeypatch.setattr(choose_layouts, "check_run", no_replicas)
+    module = small()
+    strategy = run_of(module, DataLoader(torch.zeros(64, 17, dtype=torch.long), batch_size=16))  # type: ignore[arg-type]
+    strategy.num_processes, strategy.global_rank, strategy.lightning_module = 4, 0, module
+    strategy.broadcast = lambda value: value
+    module._trainer.state = SimpleNamespace(fn="fit")
+    first = choose(small()).layout
+    assert first.replicate_size > 1
+    with caplog.at_level("INFO"):
+        found = choose_layouts.choose_layout(strategy)
+    assert found.world_size == 4
+    assert found.replicate_size == 1
+    assert strategy.choice.settings is not None
+    assert "(in 4 replicas) cannot run, so others are taken: no replicas" in caplog.text
+    assert chosen_values(strategy.choice)["hybrid3d/chosen_by"] == "planner"
+    trainer = SimpleNamespace(global_step=0, callbacks=[])
+    remark = remark_on_failure(strategy, trainer, KeyError("x"))
+    assert remark is not None
+    assert "add ConfigArchive()" in remark
+    trainer.global_step = 1
+    assert remark_on_failure(strategy, trainer, KeyError("x")) is None
+    given = run_of(module, data_parallel_size=4, replicate_size=4)
+    given.num_processes, given.lightning_module = 4, module
+    with pytest.raises(UnsupportedError, match="no replicas"):
+        choose_layouts.choose_layout(given)
+    assert chosen_values(given.choice) == {}
 
 
 def test_tensor_parallelism_only_where_a_plan_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,7 @@ class Run:
 
     def __init__(self, strategy: Hybrid3DStrategy, num_devices: int) -> None:
         self.choice, self.num_nodes, self.num_processes, self.global_rank = strategy.choice, 1, num_devices, 0
+        self.lightning_module = self.precision_plugin = None
 
 
 def test_other_numbers_of_devices(url: str) -> None:
