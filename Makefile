@@ -13,8 +13,9 @@ export OMP_NUM_THREADS := 1
 demo: $(VENV)/.base
 	$(BIN)/python -m examples.gpt.train
 
+# Two files of tests at a time: each test forks up to eight ranks, which wait for each other a third of their time.
 test: lint typecheck
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 	@echo "make test: ruff, mypy and pytest passed"
 
 lint: $(VENV)/.test

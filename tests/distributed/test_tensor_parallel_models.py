@@ -146,6 +146,8 @@ def train(
     return found
 
 
+MORE_RANKS = ("in the block", "two key heads", "one key head", "t5, gated")
+"""Those that are run on four ranks, too: with fewer heads of keys than ranks, or something of each head."""
 PLAIN = [name for name in MODELS if not name.startswith(("gpt2", "t5"))]
 HUGGING_FACE = [name for name in MODELS if name not in PLAIN]
 
@@ -156,9 +158,10 @@ def test_without_a_plan_over_two_and_four_ranks(names: list[str]) -> None:
         pytest.importorskip("transformers")
     expected = run_ranks(1, train, names, ONE_PROCESS)[0]
     for size in (2, 4):
-        found = run_ranks(size, train, names, {"tensor_parallel_size": size}, timeout=200)
-        for index, name in enumerate(names):
-            assert_equal(expected[index][0], [run[index][0] for run in found])
+        chosen = names if size == 2 else [name for name in names if name in MORE_RANKS]
+        found = run_ranks(size, train, chosen, {"tensor_parallel_size": size}, timeout=200)
+        for index, name in enumerate(chosen):
+            assert_equal(expected[names.index(name)][0], [run[index][0] for run in found])
             _, share, text = found[0][index]
             assert share >= MODELS[name][1], f"{name} at {size}: only {share:.0%} are split\n{text}"
 
