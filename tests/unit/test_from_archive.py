@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning import LightningModule
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.archive import Archive
@@ -72,7 +73,7 @@ class Run:
 
     def __init__(self, strategy: Hybrid3DStrategy, num_devices: int) -> None:
         self.choice, self.num_nodes, self.num_processes, self.global_rank = strategy.choice, 1, num_devices, 0
-        self.lightning_module = self.precision_plugin = None
+        self.lightning_module, self.precision_plugin = LightningModule(), None
 
 
 def test_other_numbers_of_devices(url: str) -> None:
