@@ -214,9 +214,11 @@ def _compositions(group: Group) -> Html | None:
     names = [("devices", "num"), ("d × t × p", None), ("schedule", None), ("step", "num"), ("where it goes", None)]
     head = tag("tr", [tag("th", name, class_=class_) for name, class_ in names])
     table = tag("table", tag("thead", head), tag("tbody", rows), class_="compositions")
-    return tag(
-        "div", tag("h3", "Where a step goes"), tag("div", legend, class_="legend"), tag("div", table, class_="scroll")
+    which = (
+        "The latest measured steps (at most 8) of each run, which may be quicker or slower than its mean step above."
     )
+    below = (tag("div", legend, class_="legend"), tag("div", table, class_="scroll"), tag("p", which, class_="dim"))
+    return tag("div", tag("h3", "Where a step goes"), below)
 
 
 def _details(entry: Entry) -> Html:
