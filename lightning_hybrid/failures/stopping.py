@@ -3,7 +3,8 @@
 Before each batch Lightning's ranks learn from rank 0 whether it has got the signal. But Lightning's handler has a
 collective too, wherever the signal comes: ranks that wait for each other in a step do not come to it, and one that is
 signalled alone leaves the others behind. Here the handler only notes the signal. A launcher passes it on to rank 0.
-Replicas that exchange now and then agree after each exchange only.
+Replicas that exchange now and then do so after each exchange, and in between before a batch on which they have agreed
+through the watch (:mod:`lightning_hybrid.failures.meeting`); a rank that is not watched hears of it after the exchange.
 Its handler of SLURM's signal saves a checkpoint wherever the signal comes, which is a collective too: the same is done
 here, at the boundary.
 """
@@ -37,7 +38,7 @@ def stop_together(trainer: Any) -> None:
     connector = trainer._signal_connector
 
     def note(signum: int, _: Any) -> None:
-        logger.warning("Received SIGTERM on rank %d; all ranks stop before the next batch.", dist.get_rank())
+        logger.warning("Received SIGTERM on rank %d; all ranks stop together, between two batches.", dist.get_rank())
         launcher = trainer.strategy.launcher
         if launcher is not None and not asked:
             launcher.kill(signum)
@@ -50,12 +51,20 @@ def stop_together(trainer: Any) -> None:
         requeue.append(signum)
 
     def agree() -> None:
-        replicas = trainer.strategy.replicas
-        if replicas is not None and not replicas.is_between_windows:
-            return  # a batch has no exchange over the world then
+        replicas, watch = trainer.strategy.replicas, trainer.strategy.watch
+        meeting = None if replicas is None or watch is None else watch.meeting
+        if replicas is not None and not replicas.is_between_windows:  # a batch has no exchange over the world then
+            if meeting is None:
+                return
+            if asked or requeue:
+                meeting.ask()
+            if not meeting.is_due():
+                return
         signals = torch.tensor([max(asked, default=0), max(requeue, default=0)], device=trainer.strategy.root_device)
         dist.all_reduce(signals, dist.ReduceOp.MAX)  # any rank's: the node that is taken away may not be the first
         stops, requeues = signals.tolist()
+        if meeting is not None:
+            meeting.talked()
         if requeues:
             requeue.clear()
             type(connector)._slurm_sigusr_handler_fn(connector, requeues, None)  # saves, and tells SLURM

@@ -35,6 +35,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_hybrid.failures.failure import Failure, PeerFailedError, is_consequence
+from lightning_hybrid.failures.meeting import Meeting
 from lightning_hybrid.failures.sent_bytes import sent_and_received
 from lightning_hybrid.failures.watch_hub import Hub, Wire, how_it_ended, keep_alive, of_lost
 from lightning_hybrid.failures.whereabouts import Whereabouts, frames_of, frames_of_traceback, look
@@ -86,6 +87,8 @@ class Watch:
         self._computed = _processor_time(self._main), time.monotonic()
         self._wake, self._waker = socket.socketpair()
         self._lock = threading.Condition()
+        self.meeting = Meeting(wire.send)
+        """A batch before which all ranks talk, if one of them asks for it."""
         self.first: Failure | None = None
         """What came first, once the hub has said so."""
         self.own: Failure | None = None
@@ -191,6 +194,7 @@ class Watch:
         except (OSError, ValueError):  # the connection was closed by a fork of this process, or at the very end
             logger.debug("The watch over other ranks has ended.", exc_info=True)
         finally:
+            self.meeting.end()
             self._wire.close()
             self._wake.close()
             self._waker.close()
@@ -206,6 +210,8 @@ class Watch:
                 self._hurry(int(message["rank"]))
             elif kind == "report?":
                 self._report()
+            elif kind in ("hold", "meet"):
+                self.meeting.hear(message)
         if messages is None and not self._left:
             self._lose_hub()
         return messages is not None or not self._left
@@ -217,6 +223,7 @@ class Watch:
                 if self.own is None:
                     self._ends_at = time.monotonic() + PATIENCE
                 self._lock.notify_all()
+        self.meeting.end()
 
     def _hurry(self, rank: int) -> None:
         with self._lock:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_hybrid.failures.failure import Failure, Status
+from lightning_hybrid.failures.meeting import Meetings
 
 __all__ = ["LOST", "MOST_BYTES", "Hub", "Wire", "how_it_ended", "keep_alive", "of_lost"]
 
@@ -133,6 +134,7 @@ class Hub(threading.Thread):
         self._suspects: dict[int, Failure] = {}
         self._stall: tuple[float, str] | None = None
         self._warned = False
+        self._meetings = Meetings(num_ranks, self._tell)
         self.sockets: list[socket.socket] = [self._listener]
 
     def run(self) -> None:
@@ -227,6 +229,10 @@ class Hub(threading.Thread):
         elif kind == "report":
             member.spoke = time.monotonic()
             member.still, member.waits = float(message["still"]), bool(message["waits"])
+        elif kind == "meet?":
+            self._meetings.ask(sum(other.state == "here" for other in self._members))
+        elif kind == "begun":
+            self._meetings.note(member.rank, int(message["batch"]))
 
     def _lose(self, member: _Member) -> None:
         """A connection has ended."""
@@ -238,16 +244,19 @@ class Hub(threading.Thread):
             self._is_over |= member.rank == 0
             self._tell_gone(member)
 
+    def _tell(self, **message: Any) -> None:
+        for member in self._members:
+            member.wire.send(**message)
+
     def _tell_gone(self, member: _Member) -> None:
-        for other in self._members:
-            other.wire.send(kind="gone", rank=member.rank)
+        self._tell(kind="gone", rank=member.rank)
+        self._meetings.cancel()
 
     def _decide(self, failure: Failure) -> None:
         """Tell every rank of the first cause."""
         if self._first is None:
             self._first = failure
-            for member in self._members:
-                member.wire.send(kind="first", failure=failure.to_dict())
+            self._tell(kind="first", failure=failure.to_dict())
 
     def _consider(self, now: float) -> None:
         if self._first is not None:
@@ -276,8 +285,7 @@ class Hub(threading.Thread):
 
     def _ask(self, now: float, why: str) -> None:
         self._stall = (now, why)
-        for member in self._members:
-            member.wire.send(kind="report?")
+        self._tell(kind="report?")
 
     def _end_stall(self) -> None:
         assert self._stall is not None

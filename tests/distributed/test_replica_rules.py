@@ -218,23 +218,31 @@ def test_auto_takes_what_the_first_exchange_shows() -> None:
 
 
 class Signal(L.Callback):
-    """Replica 1 gets a signal in the sixth step."""
+    """Replica 1 gets a signal in the third step; replica 0 is faster."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 5 and trainer.global_rank == 1:
+        time.sleep(0.02 + 0.03 * trainer.global_rank)
+        if batch_idx == 2 and trainer.global_rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_signal_ends_all_replicas_after_the_next_exchange() -> None:
+@pytest.mark.parametrize(("is_watched", "steps"), [(True, range(3, 9)), (False, range(8, 9))])
+def test_a_signal_ends_all_replicas_between_two_exchanges(is_watched: bool, steps: range) -> None:
+    """Before one batch, at which the faster one waits; or after the next exchange, where there is no watch."""
+
+    class Unwatched(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.strategy.watch = trainer.strategy.watch if is_watched else None
+
     def run(rank: int) -> int:
         stops: list[Any] = []
+        note = LambdaCallback(on_exception=lambda *args: stops.append(args))
         with pytest.raises(SIGTERMException):
-            train(
-                LitReplica, {}, 4, callbacks=[Signal(), LambdaCallback(on_exception=lambda *args: stops.append(args))]
-            )
+            train(LitReplica, {}, 8, callbacks=[Unwatched(), Signal(), note])
         return int(stops[0][0].global_step)
 
-    assert run_ranks(2, run) == [8, 8]
+    one, other = run_ranks(2, run)
+    assert one == other and one in steps
 
 
 class LitOwn(LitReplica):
