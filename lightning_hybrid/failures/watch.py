@@ -50,6 +50,8 @@ PATIENCE, AFTER_GONE = 5.0, 1.0
 LEAVING = 20.0
 #: Seconds of standing still after which a rank says that it waits.
 QUIET = 5.0
+#: The same while a rank is known to fail at the end of its step; and until that one is ended, if it cannot come there.
+CLOSE_QUIET = 0.5
 #: Seconds after which ranks that all wait for each other are ended, if nothing is sent or computed (CPU only).
 DEADLOCK = 15.0
 #: Share of the time up to which a main thread counts as not computing.
@@ -97,6 +99,7 @@ class Watch:
         self._ends_at: float | None = None
         self._seen: tuple[Any, ...] = ()
         self._since, self._said = time.monotonic(), False
+        self._closely = False
         self._used: tuple[float, int] = (0.0, 0)
         self.last_wishes: list[Callable[[Failure], None]] = []
         """Called before the process is ended from here; on global rank 0, or the next one if that is gone."""
@@ -183,9 +186,8 @@ class Watch:
     def _run(self) -> None:
         try:
             while not self._left:
-                ready, _, _ = select.select(
-                    [self._wire.sock, self._wake], [], [], 1.0 if self._ends_at is None else 0.1
-                )
+                seconds = 1.0 if self._ends_at is None and not self._closely else 0.1
+                ready, _, _ = select.select([self._wire.sock, self._wake], [], [], seconds)
                 if self._wire.sock in ready and not self._hear():
                     break
                 if self._ends_at is not None and time.monotonic() > self._ends_at:
@@ -208,6 +210,8 @@ class Watch:
                 self._learn(Failure.read(message["failure"]))
             elif kind == "gone":
                 self._hurry(int(message["rank"]))
+            elif kind == "closely":
+                self._closely = bool(message["closely"])
             elif kind == "report?":
                 self._report()
             elif kind in ("hold", "meet"):
@@ -221,7 +225,8 @@ class Watch:
             if self.first is None:
                 self.first = failure
                 if self.own is None:
-                    self._ends_at = time.monotonic() + PATIENCE
+                    is_stuck = failure.raised and failure.rank == self.rank  # it cannot raise what it has told
+                    self._ends_at = time.monotonic() + (CLOSE_QUIET if is_stuck else PATIENCE)
                 self._lock.notify_all()
         self.meeting.end()
 
@@ -255,7 +260,7 @@ class Watch:
             if self._said:
                 self._wire.send(kind="goes on")
             self._said = False
-        elif now - self._since > QUIET and where.waits:
+        elif now - self._since > (CLOSE_QUIET if self._closely else QUIET) and where.waits:
             moved = sent_and_received(without={sock.fileno() for sock in self.sockets()})
             idle = self._used[1] == moved and time.process_time() - self._used[0] < 0.02 * (now - self._since)
             if self._used[1] == -1:

@@ -33,6 +33,8 @@ LOST = "the connection to it was lost: its process has ended, or its machine can
 PATIENCE = 3.0
 #: Seconds of waiting after which a failure that was to be told later is told now.
 SUSPICION = 6.0
+#: The same where all ranks wait, so none of them can come to what it would tell.
+STUCK = 1.0
 #: Seconds in which all ranks may send what they are doing.
 REPORTING = 2.0
 
@@ -141,7 +143,7 @@ class Hub(threading.Thread):
         """Until every rank has left or is gone."""
         try:
             while self._members or not self._is_over:
-                for key, _ in self._selector.select(timeout=0.5):
+                for key, _ in self._selector.select(timeout=0.1 if self._suspects else 0.5):
                     if key.data is None:
                         self._accept()
                     else:
@@ -214,8 +216,10 @@ class Hub(threading.Thread):
                 self._consequence = (time.monotonic(), failure)
         elif kind == "suspect":
             self._suspects[member.rank] = Failure.read(message["failure"])
+            self._tell(kind="closely", closely=True)
         elif kind == "withdraw":
             self._suspects.pop(member.rank, None)
+            self._tell(kind="closely", closely=bool(self._suspects))
         elif kind == "left":
             member.state = "left"
             self._is_over |= member.rank == 0
@@ -273,9 +277,10 @@ class Hub(threading.Thread):
         waiting = [member for member in here if member.waits_since is not None]
         if not waiting or len(here) < self._num_ranks:
             return
-        longest = max(now - member.waits_since for member in waiting if member.waits_since is not None)
+        waits = [now - member.waits_since for member in waiting if member.waits_since is not None]
+        longest, all_wait = max(waits), len(waits) == len(here)
         idle = [now - member.idle_since for member in here if member.idle_since is not None]
-        if self._suspects and longest > SUSPICION:
+        if self._suspects and (longest > SUSPICION or (all_wait and min(waits) > STUCK)):
             self._decide(next(iter(self._suspects.values())))
         elif self._limit is not None and longest > self._limit:
             self._ask(now, f"some ranks have waited for others for {longest:.0f} s")

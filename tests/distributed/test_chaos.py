@@ -11,7 +11,7 @@ from benchmarks.chaos import KINDS, inject
 from lightning_hybrid.failures import watch
 
 STRIKES = [
-    ("exception in a block's backward", "dp2xpp2", 3),
+    ("exception in a block's forward", "tp2xpp2", 1),
     ("exception in the dataset", "tp2", 1),
     ("exception in on_save_checkpoint", "dp2", 0),
     ("out of memory", "pp2", 1),
