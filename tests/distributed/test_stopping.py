@@ -60,10 +60,9 @@ class Requeued(Loops):
     """SLURM tells one rank in its second step that the job's time is nearly over."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
         if self.trainer.global_step == 1 and self.trainer.training and self.global_rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return loss
+        return super().training_step(batch, batch_idx)
 
 
 def requeue(rank: int, folder: Path) -> tuple[int, int]:
