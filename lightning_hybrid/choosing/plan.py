@@ -30,12 +30,13 @@ from lightning_hybrid.planner.setup import Setup, describe
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.tensor_parallel.plan import build_tp_plan
 
-__all__ = ["PlanChoice", "choose_by_plan", "planned_choices"]
+__all__ = ["PRECISIONS", "PlanChoice", "choose_by_plan", "planned_choices"]
 
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-_PRECISIONS = {"16": "fp16", "bf16": "bf16", "32": "fp32", "64": "fp32", "transformer-engine": "fp8"}
+#: What the planner calls Lightning's precisions, by their beginning.
+PRECISIONS = {"16": "fp16", "bf16": "bf16", "32": "fp32", "64": "fp32", "transformer-engine": "fp8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ def _planned(
     cluster = replace(cluster, factors=_factors(strategy, num_devices))
     profile = profile_here(whole, batch.length, choice.settings.blocks)
     precision = str(strategy.precision_plugin.precision).split("-")[0]
-    return _ranked(profile, cluster, asked, _PRECISIONS.get(precision, "bf16")), profile, cluster, asked
+    return _ranked(profile, cluster, asked, PRECISIONS.get(precision, "bf16")), profile, cluster, asked
 
 
 def _factors(strategy: Any, num_devices: int) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json as json_module
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from lightning_hybrid.commands.lightning_config import from_here, is_lightning_config, length_of, read_lightning_config
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.planner import Cluster, ModelProfile, plan
 from lightning_hybrid.planner.constants import FITTED
@@ -27,16 +27,16 @@ _SIZES = ("num_layers", "hidden_size", "num_heads", "seq_length")
 
 def plan_command(
     model: str | None = None,
-    devices: int = 8,
+    devices: int | None = None,
     device: str = "H100",
-    global_batch: int = 256,
+    global_batch: int | None = None,
     seq_length: int | None = None,
     cluster: str | None = None,
     per_node: int | None = None,
     network_gbits: float | None = None,
     peak: float | None = None,
     memory: float | None = None,
-    precision: str = "bf16",
+    precision: str | None = None,
     compile: bool = False,
     num_layers: int | None = None,
     hidden_size: int | None = None,
@@ -51,18 +51,20 @@ def plan_command(
     """Say which degrees and settings would train a model fastest, and what a step would take.
 
     Args:
-        model: A Hugging Face config (config.json or its folder), or a class or function by its import path
-            (package.module:Name) that makes the module without arguments; sizes are options if left out.
-        devices: Devices of the whole run.
+        model: A Hugging Face config (config.json or its folder), a LightningCLI config (.yaml), or a class or function
+            by its import path (package.module:Name) that makes the module without arguments; sizes are options if left
+            out.
+        devices: Devices of the whole run; by default a LightningCLI config's, else 8.
         device: Their kind, such as H100 or A100-40GB.
-        global_batch: Samples of one optimizer step, over all devices.
-        seq_length: Tokens of a sample; by default the longest of a config.
+        global_batch: Samples of one optimizer step, over all devices; by default what a LightningCLI config
+            makes of its batch size on all devices, else 256.
+        seq_length: Tokens of a sample; by default the longest of a config, or what the module says.
         cluster: A JSON file that describes the devices and links, instead of the kind.
         per_node: Devices of a node.
         network_gbits: Gbit/s of a node to others.
         peak: TFLOP/s (16 bits, dense) of a device that is not known by name; with memory.
         memory: GiB of a device that is not known by name.
-        precision: Of matrix products: bf16, fp16, fp8 or fp32.
+        precision: Of matrix products: bf16, fp16, fp8 or fp32; by default a LightningCLI config's, else bf16.
         compile: Whether blocks are compiled.
         num_layers: Blocks, without a model.
         hidden_size: Features of a token, without a model.
@@ -74,10 +76,6 @@ def plan_command(
         most: Plans to show.
         json: Print JSON for programs.
     """
-    machines = Cluster.from_json(cluster) if cluster else None
-    if machines is None:
-        options = {"per_node": per_node, "network_gbits": network_gbits, "peak": peak, "memory": memory}
-        machines = Cluster.named(device, devices, **options)  # type: ignore[arg-type]
     sizes = {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
@@ -88,7 +86,19 @@ def plan_command(
         "gated_mlp": gated_mlp,
         "seq_length": seq_length,
     }
-    profile = _profile(model, sizes)
+    path = Path(model) if model is not None else None
+    run = read_lightning_config(path) if path is not None and is_lightning_config(path) else None
+    machines = Cluster.from_json(cluster) if cluster else None
+    if machines is None:
+        options = {"per_node": per_node, "network_gbits": network_gbits, "peak": peak, "memory": memory}
+        if devices is None:
+            devices = (run.devices if run else None) or 8
+        machines = Cluster.named(device, devices, **options)  # type: ignore[arg-type]
+    profile = _profile(model, sizes) if run is None else _of_module(run.module, model, seq_length or run.seq_length)
+    if global_batch is None:
+        each = None if run is None or run.batch_size is None else run.batch_size * run.accumulated
+        global_batch = 256 if each is None else each * machines.num_devices
+    precision = precision or (run.precision if run else None) or "bf16"
     wanted: dict[str, Any] = {"global_batch": global_batch, "precision": precision, "compile": compile, "most": most}
     wanted["constants"] = HOST if machines.gpu.host else FITTED
     planning = plan(profile, machines, **wanted)
@@ -113,15 +123,20 @@ def _profile(model: str | None, sizes: dict[str, Any]) -> ModelProfile:
     path = Path(model)
     if path.is_dir():
         path /= "config.json"
-    if path.is_file():
+    if path.is_file() and path.suffix != ".py":
         try:
             config = json_module.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigurationError(f"{path} is not JSON: {error}.") from error
         return ModelProfile.from_config(config, seq_length=sizes["seq_length"])
-    if sizes["seq_length"] is None:
-        raise ConfigurationError(f"{model} does not say how long its samples are: give --seq_length.")
-    return ModelProfile.from_module(_make(model), seq_length=sizes["seq_length"])
+    module = _make(model)
+    return _of_module(module, model, sizes["seq_length"] or length_of(module))
+
+
+def _of_module(module: nn.Module, what: str | None, seq_length: int | None) -> ModelProfile:
+    if seq_length is None:
+        raise ConfigurationError(f"{what} does not say how long its samples are: give --seq_length.")
+    return ModelProfile.from_module(module, seq_length=seq_length)
 
 
 def _make(path: str) -> nn.Module:
@@ -131,18 +146,18 @@ def _make(path: str) -> nn.Module:
         raise ConfigurationError(
             f"{path!r} is neither a file or folder with a config nor an import path such as my_package.models:MyModule."
         )
-    sys.path.insert(0, os.getcwd())
     try:
-        factory = getattr(importlib.import_module(name), attribute)
-        with torch.device("meta"):
-            module = factory()
-            configure = getattr(module, "configure_model", None)
-            if callable(configure):
-                configure()
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ConfigurationError(f"{path} cannot be made without arguments: {error}.") from error
-    finally:
-        sys.path.remove(os.getcwd())
+        with from_here():
+            factory = getattr(importlib.import_module(name), attribute)
+            with torch.device("meta"):
+                module = factory()
+                configure = getattr(module, "configure_model", None)
+                if callable(configure):
+                    configure()
+    except Exception as error:  # user code, called where it did not expect it
+        raise ConfigurationError(
+            f"{path} cannot be made without arguments, on the meta device: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"{path} makes {type(module).__name__}, not a torch.nn.Module.")
     return module

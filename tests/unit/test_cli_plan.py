@@ -50,6 +50,36 @@ def test_sizes_give_json(capsys):
     assert found["rejected"] and all(other["reason"] for other in found["rejected"])
 
 
+CONFIG = f"""
+model: {{class_path: {__name__}.TwoBlocks}}
+data: {{class_path: some.Data, init_args: {{batch_size: 4, seq_length: 32}}}}
+trainer: {{devices: 2, num_nodes: 2, precision: bf16-mixed, accumulate_grad_batches: 3}}
+"""
+
+
+def test_a_lightning_cli_config_says_model_batch_devices_and_precision(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    code, out, _ = run(capsys, str(path), "--json")
+    found = json.loads(out)
+    assert code == 0 and found["model"] == "TwoBlocks" and found["cluster"].startswith("4 x H100")
+    assert found["global_batch"] == 4 * 3 * 4
+    assert run(capsys, str(path), "--json", "--precision", "fp32")[1] != out
+    for text, words in {
+        "model: {class_path: nowhere.Model}": "nowhere",
+        "model: {width: 3}": "does not say which class its model is",
+        "trainer: {devices: 2}": "has no model",
+        "model: [": "cannot be read as YAML",
+        CONFIG.replace(", seq_length: 32", ""): "give --seq_length",
+        CONFIG.replace("TwoBlocks", "TwoBlocks, init_args: {wdth: 3}"): "wdth",
+    }.items():
+        path.write_text(text)
+        code, out, error = run(capsys, str(path))
+        assert code == 1 and words in error and "Subtypes" not in error and not out, error
+    path.write_text(CONFIG)
+    assert run(capsys, str(path), "--devices", "0")[0] == 1
+
+
 def test_an_import_path_is_made_on_the_meta_device(capsys):
     path = f"{__name__}:TwoBlocks"
     code, out, _ = run(capsys, path, "--seq_length", "32", "--devices", "2", "--global_batch", "8", "--json")
