@@ -32,7 +32,7 @@ def holdings(strategy: Any, part: Any, pipeline: Any, optimizers: list[Optimizer
     gradients = sum(_local(p).nbytes for p in parameters if p.requires_grad)
     optimizer = None if None in states else sum(state or 0 for state in states)
     offloads = strategy.settings.cpu_offload  # then fully_shard holds all parameters
-    outer = 0 if strategy.replicas is None or strategy.replicas.outer is None else strategy.replicas.outer.num_bytes
+    outer = 0 if strategy.replicas is None else strategy.replicas.outer_bytes
     outer_on_host = outer if offloads or strategy.settings.replica_sync.offload else 0
     held = 0 if offloads and optimizer is not None else optimizer
     return Memory(

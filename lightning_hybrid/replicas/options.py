@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import Any, Literal
 
 from lightning_hybrid.errors import ConfigurationError
@@ -51,6 +52,7 @@ class ReplicaSync:
                 raise ConfigurationError(f"replica_sync: {name}={value!r} must be {right}.")
         object.__setattr__(self, "close_before", tuple(event for event in EVENTS if event in self.close_before))
         self._check_auto()
+        self._check_effects()
         if self.interval != "auto" and max(self.num_fragments, self.delay + 1) > self.interval:
             raise ConfigurationError(
                 f"replica_sync: num_fragments={self.num_fragments} and delay={self.delay} must fit into"
@@ -74,6 +76,32 @@ class ReplicaSync:
                 f"replica_sync: num_fragments={self.num_fragments} and delay={self.delay} need a known interval; give a"
                 ' number in place of interval="auto", or one fragment without a delay.'
             )
+
+    def _check_effects(self) -> None:
+        """An option that does nothing is a mistake: whoever gives DiLoCo's rate means DiLoCo."""
+        for name, way_out in self._without_effect(self.interval, self.method).items():
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                raise ConfigurationError(
+                    f"replica_sync: {name}={value} has no effect with interval={self.interval} and"
+                    f' method="{self.method}". Leave it out, or give {way_out}.'
+                )
+
+    def _without_effect(self, interval: int | str, method: str) -> dict[str, str]:
+        """Return what does nothing at an interval and method, with what it would take."""
+        found: dict[str, str] = {}
+        has_outer_state = method != "average" or self.dtype is not None or self.delay > 0
+        if method == "average":
+            found |= dict.fromkeys(("outer_lr", "outer_momentum"), 'method="diloco"')
+        if not has_outer_state:
+            found["offload"] = 'method="diloco", dtype="bfloat16" or a delay: without, there are no outer weights'
+        if interval == 1 and not has_outer_state:
+            found["mixing"] = "an interval of at least 2: with 1 it is gradients that are averaged"
+        return found
+
+    def chosen(self, interval: int, method: Any) -> ReplicaSync:
+        """Return the same with what was ``"auto"`` decided; what has no effect then is left out."""
+        defaults = {name: getattr(type(self), name) for name in self._without_effect(interval, method)}
+        return replace(self, **{**defaults, "interval": interval, "method": method})
 
     @classmethod
     def of(cls, value: Any) -> ReplicaSync:
@@ -117,7 +145,7 @@ class ReplicaSync:
 _RULES: dict[str, tuple[Any, str]] = {
     "interval": (lambda v: v == "auto" or (type(v) is int and v >= 1), 'an integer of at least 1, or "auto"'),
     "method": (lambda v: v in ("average", "diloco", "auto"), '"average", "diloco" or "auto"'),
-    "outer_lr": (lambda v: isinstance(v, (int, float)) and v > 0, "a positive number"),
+    "outer_lr": (lambda v: isinstance(v, (int, float)) and 0 < v < inf, "a positive number"),
     "outer_momentum": (lambda v: isinstance(v, (int, float)) and 0 <= v < 1, "a number from 0 to 1, excluded"),
     "num_fragments": (lambda v: type(v) is int and v >= 1, "an integer of at least 1"),
     "delay": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
@@ -125,7 +153,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "dtype": (lambda v: v in (None, "bfloat16"), 'None or "bfloat16"'),
     "offload": (lambda v: isinstance(v, bool), "True or False"),
     "close_before": (
-        lambda v: isinstance(v, Sequence) and not isinstance(v, str) and set(v) <= set(EVENTS),
+        lambda v: isinstance(v, Sequence) and not isinstance(v, str) and all(e in EVENTS for e in v),
         f"a list of some of {', '.join(map(repr, EVENTS))}",
     ),
 }

@@ -13,7 +13,6 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -177,7 +176,7 @@ class Replicas:
         """Replace what was ``"auto"``; replicas are equal now, or their weights are loaded next."""
         if self._trial is not None:
             self._trial, self.step = None, 0
-            self._set_options(replace(self.options, interval=interval, method=method))
+            self._set_options(self.options.chosen(interval, method))
 
     def close(self, event: str) -> bool:
         """Exchange what lacks an exchange, unless told otherwise. Return whether replicas are equal now.
@@ -201,6 +200,14 @@ class Replicas:
         number = len(self.since)
         self.step, self.since = step, [*since] if len(since) == number else [max(since)] * number
         self.is_restored = True
+
+    @property
+    def outer_bytes(self) -> int:
+        """What outer weights and momentum take on this rank, or may take once ``"auto"`` has decided."""
+        if self.outer is not None or self.options.method != "auto":
+            return 0 if self.outer is None else self.outer.num_bytes
+        copies = 2 if self.options.outer_momentum else 1
+        return copies * sum(max(4, p.element_size()) * local(p).numel() for p in self.trained.values())
 
     @property
     def is_open(self) -> bool:

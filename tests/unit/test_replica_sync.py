@@ -30,6 +30,13 @@ WRONG: dict[str, tuple[Any, str]] = {
     "delay and no closing": ({"interval": 4, "delay": 1, "close_before": []}, 'Have "checkpoint" in close_before'),
     "auto and fragments": ({"interval": "auto", "num_fragments": 2}, "need a known interval"),
     "auto method": ({"interval": 4, "method": "auto"}, "chooses together with the interval"),
+    "rate without diloco": (
+        {"interval": 4, "outer_lr": 0.5},
+        'outer_lr=0.5 has no effect with interval=4 and method="average". Leave it out, or give method="diloco"',
+    ),
+    "offload of nothing": ({"interval": 4, "offload": True}, "there are no outer weights"),
+    "infinite rate": ({"interval": 4, "method": "diloco", "outer_lr": float("inf")}, "must be a positive number"),
+    "mixing gradients": ({"interval": 1, "mixing": 0.5}, "an interval of at least 2"),
     "events": ({"interval": 4, "close_before": ["epoch"]}, "'validation', 'checkpoint', 'end'"),
 }
 
@@ -57,6 +64,12 @@ def test_from_yaml(given: str, meant: ReplicaSync, tmp_path: Any) -> None:
     cli = LightningCLI(LitReplica, run=False, args=["--config", str(config)], save_config_callback=None)
     strategy: Any = cli.trainer.strategy
     assert strategy.settings.replica_sync == meant
+
+
+def test_what_auto_has_chosen_leaves_out_what_has_no_effect() -> None:
+    given = ReplicaSync(interval="auto", method="auto", outer_lr=0.5, offload=True)
+    assert given.chosen(8, "average") == ReplicaSync(interval=8)
+    assert given.chosen(64, "diloco") == ReplicaSync(interval=64, method="diloco", outer_lr=0.5, offload=True)
 
 
 def test_options_are_told_as_they_would_be_given() -> None:
