@@ -109,8 +109,10 @@ def _plan_parser() -> ArgumentParser:
         "gated_mlp": "The MLP has three matrices (without a model).",
         "json": "Print JSON for programs.",
     }
-    parser.add_argument("model", nargs="?", help="A Hugging Face config, or package.module:Name; sizes if left out.")
-    parser.add_function_arguments(plan_command, as_group=False, skip={"model", *flags})
+    about = "A Hugging Face config, a LightningCLI config (.yaml), or package.module:Name; sizes if left out."
+    parser.add_argument("model", nargs="?", help=about)
+    parser.add_argument("-o", "--output", type=str | None, help="Write a page with pictures (.html) instead.")
+    parser.add_function_arguments(plan_command, as_group=False, skip={"model", "output", *flags})
     for name, text in flags.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
     return parser

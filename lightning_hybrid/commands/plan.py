@@ -14,10 +14,11 @@ from torch import nn
 
 from lightning_hybrid.commands.lightning_config import from_here, is_lightning_config, length_of, read_lightning_config
 from lightning_hybrid.errors import ConfigurationError
-from lightning_hybrid.planner import Cluster, ModelProfile, plan
+from lightning_hybrid.planner import Cluster, ModelProfile, Planning, plan
 from lightning_hybrid.planner.constants import FITTED
 from lightning_hybrid.planner.host import HOST
 from lightning_hybrid.planner.report import planning_tables, planning_to_plain
+from lightning_hybrid.report.plan import plan_page
 
 __all__ = ["plan_command"]
 
@@ -46,6 +47,7 @@ def plan_command(
     vocab_size: int = 0,
     gated_mlp: bool = False,
     most: int = 5,
+    output: str | None = None,
     json: bool = False,
 ) -> None:
     """Say which degrees and settings would train a model fastest, and what a step would take.
@@ -74,6 +76,7 @@ def plan_command(
         vocab_size: Words, without a model.
         gated_mlp: Whether the MLP has three matrices, without a model.
         most: Plans to show.
+        output: Write a page (.html) with pictures of memory and step time instead.
         json: Print JSON for programs.
     """
     sizes = {
@@ -106,11 +109,26 @@ def plan_command(
         sys.stdout.write(json_module.dumps(planning_to_plain(planning), indent=2) + "\n")
         return
     _ = planning.best  # refuses with the reasons if nothing fits
+    if output is not None:
+        _write(output, planning)
+        return
     twice = None if machines.gpu.host else machines.with_devices(2 * machines.num_devices)  # ranks share a CPU
     doubled = None if twice is None else plan(profile, twice, **wanted)
     terminal = Console()
     console = terminal if terminal.is_terminal else Console(width=_WIDTH)  # a file has no edge to fit
     console.print(planning_tables(planning, doubled=doubled), highlight=False)
+
+
+def _write(output: str, planning: Planning) -> None:
+    if Path(output).suffix.lower() not in (".html", ".htm"):
+        raise ConfigurationError(f"output={output!r} has an unknown ending; a plan is written as .html.")
+    try:
+        Path(output).write_text(plan_page(planning), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"output={output!r} cannot be written ({error}); give a file in a folder.") from error
+    best = planning.best
+    text = f"{output}: {planning.profile.name} with {best.setup}, a step of {best.seconds:.3g} s"
+    Console().print(text, highlight=False, soft_wrap=True)
 
 
 def _profile(model: str | None, sizes: dict[str, Any]) -> ModelProfile:

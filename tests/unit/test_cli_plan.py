@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from torch import nn
 
 from lightning_hybrid.cli import main
+from lightning_hybrid.planner import Cluster, ModelProfile, plan
 
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
 SIZES = ["--num_layers", "8", "--hidden_size", "512", "--num_heads", "8", "--seq_length", "256", "--vocab_size", "1000"]
@@ -48,6 +50,29 @@ def test_sizes_give_json(capsys):
     assert degrees[0] * degrees[1] * degrees[2] == first["num_devices"] == 16
     assert len(first["memory"]) == degrees[2] and all(stage["total"] > 0 for stage in first["memory"])
     assert found["rejected"] and all(other["reason"] for other in found["rejected"])
+
+
+def test_a_page_shows_memory_by_stage_and_step_time_by_part(tmp_path, capsys):
+    page = tmp_path / "plan.html"
+    arguments = [*SIZES, "--devices", "4", "--device", "V100-16GB", "--global_batch", "32", "--precision", "fp16"]
+    code, out, _ = run(capsys, *arguments, "-o", str(page))
+    assert code == 0 and out.startswith(f"{page}: ")
+    text = page.read_text()
+    best = plan(
+        ModelProfile.from_sizes(num_layers=8, hidden_size=512, num_heads=8, seq_length=256, vocab_size=1000),
+        Cluster.named("V100-16GB", 4), global_batch=32, precision="fp16", most=5,
+    ).best  # fmt: skip
+    widths = [float(width) for width in re.findall(r"width:([\d.]+)%;flex", text.split("Where a step goes")[0])]
+    drawn = sum(stage.total for stage in best.estimate.memory) / (16 * 2**30)
+    assert sum(widths) / 100 == pytest.approx(drawn, rel=0.01)  # what is stacked is what is needed
+    assert "left:80.00%" in text and f"{best.estimate.peak_memory / 2**30:.1f} GiB" in text
+    assert "://" not in text
+    for wrong, words in (
+        (tmp_path / "plan.png", "unknown ending"),
+        (tmp_path / "no" / "plan.html", "cannot be written"),
+    ):
+        code, _, error = run(capsys, *arguments, "-o", str(wrong))
+        assert code == 1 and words in error
 
 
 CONFIG = f"""
