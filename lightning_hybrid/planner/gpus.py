@@ -11,6 +11,9 @@ Peak rates (dense: half of what is printed with sparsity), memory, power and lin
 - AMD data sheets: Instinct MI210, MI250X (one is two devices to a program: numbers are those of one GCD), MI300X,
   MI325X, MI350X, MI355X.
 
+The rows of B300, GB300, MI350X, MI355X and H100 NVL were compared (2026-11) with published descriptions only, not with
+the makers' own sheets: peaks, memory, bandwidth and power agree; the number of a B300's multiprocessors is a B200's.
+
 TPUs and other accelerators that NCCL or RCCL does not drive are not here. ``matmul`` is the share of the peak that the
 best bf16 matrix product reaches, as measured for many shapes by stas00/ml-engineering,
 ``compute/accelerator/README.md`` ("Maximum Achievable Matmul FLOPS", commit b9e2972); ``None`` where nobody measured,

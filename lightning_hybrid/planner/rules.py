@@ -10,9 +10,20 @@ from lightning_hybrid.planner.profile import ModelProfile
 from lightning_hybrid.planner.setup import Setup
 from lightning_hybrid.planner.step import Estimate
 
-__all__ = ["ADVICE", "LIMITS", "MEMORY_SHARE", "Advice", "Limit", "advise", "first_problem", "preference"]
+__all__ = [
+    "ADVICE",
+    "HEADROOM",
+    "LIMITS",
+    "MEMORY_SHARE",
+    "Advice",
+    "Headroom",
+    "Limit",
+    "advise",
+    "first_problem",
+    "preference",
+]
 
-#: Share of a device's memory that an estimate may reach: what it does not know takes the rest.
+#: Share of a device's memory that an estimate may reach; see :data:`HEADROOM`.
 MEMORY_SHARE = 0.8
 #: Communication's share of a step from which it is worth a remark.
 LOUD = 0.3
@@ -33,6 +44,32 @@ class Limit:
     reason: str
     problem: Callable[[ModelProfile, Cluster, Setup], str | None]
     """The numbers that break it, or ``None``."""
+    can_run: bool = False
+    """Whether what breaks it runs all the same, only badly: what has been measured is not judged by it."""
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """How full an estimate may make a device; a layout that has run is not judged by it."""
+
+    name: str
+    reason: str
+
+    def problem(self, needed: float, memory: float, share: float = MEMORY_SHARE) -> str | None:
+        """The numbers that break it, or ``None``.
+
+        Args:
+            needed: Estimated need of the fullest device, in GiB.
+            memory: Of a device, in GiB.
+            share: Of it that may be used.
+        """
+        if needed <= share * memory:
+            return None
+        may = f"{share * memory:.1f} may be used"
+        return f"at least {needed:.1f} GiB on a device, of which {may} ({self.name}: {self.reason})"
+
+
+HEADROOM = Headroom("room in memory", "longer batches, libraries and fragments take what no estimate knows")
 
 
 @dataclass(frozen=True)
@@ -79,9 +116,9 @@ def _rounds(profile: ModelProfile, cluster: Cluster, setup: Setup) -> str | None
 
 LIMITS = (
     Limit("whole heads", "attention is split by heads", _heads),
-    Limit("tensor within a node", "its exchanges cannot be hidden: only the fast links bear them", _within_node),
+    Limit("tensor within a node", "its exchanges cannot be hidden: only the fast links bear them", _within_node, True),
     Limit("a block for each stage", "a stage without blocks has nothing to do", _stages),
-    Limit("a micro-batch for each rank", "ranks without one only wait", _filled),
+    Limit("a micro-batch for each rank", "ranks without one only wait", _filled, True),
     Limit("whole rounds", "interleaved schedules deal micro-batches in rounds", _rounds),
 )
 
@@ -124,9 +161,18 @@ ADVICE = (
 )
 
 
-def first_problem(profile: ModelProfile, cluster: Cluster, setup: Setup) -> str | None:
-    """The first limit that a setup breaks, with its numbers and its reason; ``None`` if it keeps all."""
+def first_problem(profile: ModelProfile, cluster: Cluster, setup: Setup, *, has_run: bool = False) -> str | None:
+    """The first limit that a setup breaks, with its numbers and its reason; ``None`` if it keeps all.
+
+    Args:
+        profile: The model.
+        cluster: The devices.
+        setup: Degrees and settings.
+        has_run: Whether a run has shown that its degrees work.
+    """
     for limit in LIMITS:
+        if has_run and limit.can_run:
+            continue
         if problem := limit.problem(profile, cluster, setup):
             return f"{problem} ({limit.name}: {limit.reason})"
     return None

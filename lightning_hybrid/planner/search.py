@@ -19,7 +19,7 @@ from lightning_hybrid.planner.cluster import Cluster
 from lightning_hybrid.planner.constants import FITTED, Constants
 from lightning_hybrid.planner.gpus import PRECISIONS
 from lightning_hybrid.planner.profile import ModelProfile
-from lightning_hybrid.planner.rules import MEMORY_SHARE, advise, first_problem, preference
+from lightning_hybrid.planner.rules import HEADROOM, MEMORY_SHARE, advise, first_problem, preference
 from lightning_hybrid.planner.setup import Setup, describe
 from lightning_hybrid.planner.stage_memory import memory_of_stages
 from lightning_hybrid.planner.step import PARTS, Estimate, estimate, head_in_blocks
@@ -175,7 +175,7 @@ def plan(
     for devices in _counts(cluster) if idle else (cluster.num_devices,):
         if devices != cluster.num_devices and found.fitting and cluster.num_devices > _SMALL:
             break
-        for layout in _layouts(profile, cluster, devices, global_batch, found):
+        for layout in _layouts(profile, cluster, devices, global_batch, known, found):
             if layout in known and known[layout] is None:
                 found.rejected[describe(layout)] = "it ran out of memory in a run"
                 continue
@@ -262,7 +262,12 @@ def _counts(cluster: Cluster) -> Iterator[int]:
 
 
 def _layouts(
-    profile: ModelProfile, cluster: Cluster, devices: int, global_batch: int, found: _Found
+    profile: ModelProfile,
+    cluster: Cluster,
+    devices: int,
+    global_batch: int,
+    known: Mapping[Layout, float | None],
+    found: _Found,
 ) -> Iterator[Layout]:
     """Degrees whose product is ``devices``; those that cannot be are noted with the reason."""
     for tensor in divisors_up_to(devices, profile.num_heads):
@@ -270,9 +275,9 @@ def _layouts(
             data = devices // tensor // pipeline
             layout = Layout(data_parallel_size=data, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
             samples = global_batch // data
-            problem = first_problem(
-                profile, cluster, Setup(layout=layout, micro_batch=1, num_microbatches=samples or 1)
-            )
+            one = Setup(layout=layout, micro_batch=1, num_microbatches=samples or 1)
+            has_run = any(replace(ran, replicate_size=1) == layout for ran, took in known.items() if took is not None)
+            problem = first_problem(profile, cluster, one, has_run=has_run)
             if global_batch % data:
                 problem = f"a batch of {global_batch} cannot be divided among {data} data ranks"
             if problem:
@@ -354,7 +359,7 @@ def _try(
     least, kept = float("inf"), list[Setup]()
     for setup in setups:
         found.tried += 1
-        if problem := first_problem(profile, cluster, setup):
+        if problem := first_problem(profile, cluster, setup, has_run=has_run):
             found.rejected.setdefault(describe(setup.layout), problem)
             return
         if any(other.recompute == setup.recompute or other.reshard <= setup.reshard for other in kept):
@@ -366,15 +371,16 @@ def _try(
             found.fitting.append(estimate(profile, cluster, setup, constants=constants))
         least = min(least, needed)
     if setups and not kept:
-        _note_memory(setups[-1].layout, least, limit, found)
+        _note_memory(setups[-1].layout, least / _GIB, cluster.gpu.memory, memory_share, found)
 
 
-def _note_memory(layout: Layout, needed: float, limit: float, found: _Found) -> None:
-    """Remember the least that any setup of these degrees would need."""
+def _note_memory(layout: Layout, needed: float, memory: float, share: float, found: _Found) -> None:
+    """Remember the least (GiB) that any setup of these degrees would need."""
     key, start = describe(layout), "at least "
     before = found.rejected.get(key, "")
-    if not before.startswith(start) or needed / _GIB < float(before.split()[2]):
-        found.rejected[key] = f"{start}{needed / _GIB:.1f} GiB on a device, of which {limit / _GIB:.1f} may be used"
+    problem = HEADROOM.problem(needed, memory, share)
+    if problem and (not before.startswith(start) or needed < float(before.split()[2])):
+        found.rejected[key] = problem
 
 
 def _explained(best: Plan, other: Plan) -> Plan:

@@ -110,11 +110,22 @@ def test_what_ran_counts_instead_of_rules_and_estimates():
     assert any(found.what == describe(failed) and "ran out of memory" in found.reason for found in again.rejected)
 
 
+def test_what_ran_across_nodes_is_not_judged_by_a_rule():
+    profile = ModelProfile.from_sizes(num_layers=8, hidden_size=1024, num_heads=16, seq_length=512)
+    across, cluster = Layout(tensor_parallel_size=16), Cluster.named("A100", 16)
+    before = plan(profile, cluster, global_batch=16, idle=False)
+    assert any(found.what == describe(across) and "tensor within a node" in found.reason for found in before.rejected)
+    after = plan(profile, cluster, global_batch=16, idle=False, measured={across: 1e-6})
+    assert after.best.setup.layout == across and after.best.remarks == ()
+
+
 def test_too_little_memory_is_refused_with_what_it_would_take():
     profile = ModelProfile.from_sizes(**SMALL["12 heads"], seq_length=512)
     planning = plan(profile, small_cluster(2, memory=4), global_batch=8)
     assert planning.plans == ()
-    with pytest.raises(ConfigurationError, match=r"at least \d+\.\d GiB on a device, of which 3\.2"):
+    with pytest.raises(
+        ConfigurationError, match=r"at least \d+\.\d GiB on a device, of which 3\.2 may be used \(room in memory: "
+    ):
         _ = planning.best
     with pytest.raises(ConfigurationError, match="global_batch=0"):
         plan(profile, small_cluster(2), global_batch=0)
