@@ -21,7 +21,7 @@ from lightning_hybrid.archive.record import write_history, write_timeline
 from lightning_hybrid.archive.surroundings import redact
 from lightning_hybrid.callbacks.measurement import Measurement
 from lightning_hybrid.callbacks.scaling_efficiency import layout_of
-from lightning_hybrid.failures.failure import Status, status_of
+from lightning_hybrid.failures.failure import Status, printable, said, status_of
 from lightning_hybrid.metrics.throughput import Throughput
 from lightning_hybrid.settings import Settings as RunSettings
 from lightning_hybrid.settings import options_of
@@ -153,6 +153,6 @@ def course(trainer: Trainer) -> dict[str, dict[str, str]]:
 
 def judge(exception: BaseException) -> tuple[Status, str]:
     """Return the status that an exception means, and its message without secrets."""
-    text = str(exception).strip()
+    text = printable(said(exception)).strip()
     message = redact(f"{type(exception).__name__}: {text}" if text else type(exception).__name__)
     return status_of(exception), message

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import re
+import shutil
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -49,6 +52,9 @@ __all__ = [
 ]
 
 _Path = tuple[Any, ...]
+
+#: torch's words when a file ends before what it has written.
+_CUT_OFF = re.compile(r"unexpected pos|PytorchStreamWriter failed|file write failed")
 
 
 def as_shares(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +248,7 @@ def _save_tensors(parts: Parts, aside: str, path: Any, group: dist.ProcessGroup 
             save(parts.shares, storage_writer=writer, planner=SharePlanner(parts.wanted), process_group=group)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointError(f"The checkpoint {path} could not be saved: rank {rank}: {_text(cause)}") from cause
+        raise CheckpointError(f"The checkpoint {path} could not be saved: rank {rank}: {_text(cause, path)}") from cause
 
 
 def _finish(parts: Parts, aside: str, path: Any) -> None:
@@ -301,7 +307,7 @@ def on_first(
             outcome[0] = function()
         except Exception as error:
             is_told = doing == "loaded" and isinstance(error, (CheckpointError, FileNotFoundError))
-            text = f"The checkpoint {path} could not be {doing}: {_text(error)}"
+            text = f"The checkpoint {path} could not be {doing}: {_text(error, path)}"
             outcome[1] = error if is_told else CheckpointError(text)
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, group=group, group_src=0)
@@ -317,7 +323,7 @@ def _on_all(function: Callable[[], Any], path: Any, group: dist.ProcessGroup | N
         function()
     except Exception as error:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        problem = f"The checkpoint {path} could not be saved: rank {rank}: {_text(error)}"
+        problem = f"The checkpoint {path} could not be saved: rank {rank}: {_text(error, path)}"
     problems = [problem]
     if dist.is_initialized():
         problems = [None] * dist.get_world_size(group)
@@ -326,9 +332,20 @@ def _on_all(function: Callable[[], Any], path: Any, group: dist.ProcessGroup | N
         raise CheckpointError(text)
 
 
-def _text(error: BaseException) -> str:
+def _text(error: BaseException, path: Any) -> str:
     text = str(error) or repr(error)
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, CheckpointError):
+        return text
+    return f"{type(error).__name__}: {text}{_room(path) if _CUT_OFF.search(text) else ''}"
+
+
+def _room(path: Any) -> str:
+    """What torch does not say of a file that it could not write on."""
+    try:
+        free = shutil.disk_usage(os.path.dirname(path)).free
+    except (OSError, TypeError):
+        return ""
+    return f". The file was cut off: a full disk ({free / 1e9:.3g} GB are free), or a quota or limit of a file's size"
 
 
 def _try_to_remove(aside: str) -> None:

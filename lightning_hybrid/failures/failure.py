@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid.errors import PipelineError
 
-__all__ = ["Failure", "PeerFailedError", "Status", "is_consequence", "status_of"]
+__all__ = ["Failure", "PeerFailedError", "Status", "causes", "is_consequence", "printable", "said", "status_of"]
 
 Status = Literal["failed", "oom", "interrupted"]
 
@@ -56,8 +56,8 @@ class Failure:
             rank=rank,
             place=place,
             action=action,
-            cause=cause[:_MOST_CHARACTERS],
-            details=details[-_MOST_CHARACTERS:],
+            cause=printable(cause[:_MOST_CHARACTERS]),
+            details=printable(details[-_MOST_CHARACTERS:]),
             status=status_of(error),
             raised=True,
         )
@@ -100,11 +100,42 @@ class PeerFailedError(PipelineError):
         return PeerFailedError, (self.failure,)
 
 
+def printable(text: str) -> str:
+    """Without what no terminal, file or archive takes (half of a surrogate pair), or what would steer a terminal."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error is what a rank sees when another one has gone: a broken connection, or a wait in vain."""
+    """Whether an error is what a rank sees when another one has gone: a broken connection, or a wait in vain.
+
+    A connection of the user's own, as to a database, breaks with the same words; those are a cause.
+    """
     return isinstance(error, PeerFailedError) or any(
-        isinstance(cause, (RuntimeError, OSError)) and _BROKEN_CONNECTION.search(str(cause)) for cause in causes(error)
+        isinstance(cause, (RuntimeError, OSError))
+        and _BROKEN_CONNECTION.search(said(cause))
+        and (isinstance(cause, torch.distributed.DistError) or _is_of_ranks(cause))
+        for cause in causes(error)
     )
+
+
+def _is_of_ranks(error: BaseException) -> bool:
+    """Whether an error is gloo's or NCCL's, or was raised by code that talks to other ranks."""
+    if any(name in said(error).lower() for name in ("gloo", "nccl", "monitoredbarrier")):
+        return True
+    inner = error.__traceback__
+    while inner is not None and inner.tb_next is not None:
+        inner = inner.tb_next
+    module = "" if inner is None else inner.tb_frame.f_globals.get("__name__", "")
+    return module.startswith(("torch.", "lightning_hybrid."))
+
+
+def said(error: BaseException) -> str:
+    """An error's text; empty where it cannot even say that."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 def status_of(error: BaseException) -> Status:
@@ -116,7 +147,7 @@ def status_of(error: BaseException) -> Status:
     for cause in causes(error):
         if isinstance(cause, torch.OutOfMemoryError | MemoryError):
             return "oom"
-        if isinstance(cause, RuntimeError) and any(words in str(cause) for words in _OUT_OF_MEMORY):
+        if isinstance(cause, RuntimeError) and any(words in said(cause) for words in _OUT_OF_MEMORY):
             return "oom"
     return "failed"
 

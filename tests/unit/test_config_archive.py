@@ -168,9 +168,9 @@ def test_another_module_has_another_fingerprint(tmp_path: Path) -> None:
         ),
         (SIGTERMException(), "interrupted", "rank 0: SIGTERMException"),
         (
-            RuntimeError("Connection closed by peer"),  # and no other rank says why
+            RuntimeError("gloo: Connection closed by peer"),  # and no other rank says why
             "interrupted",
-            "another rank was killed or lost; rank 0: RuntimeError: Connection closed by peer",
+            "another rank was killed or lost; rank 0: RuntimeError: gloo: Connection closed by peer",
         ),
     ],
 )
