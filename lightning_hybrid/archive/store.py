@@ -159,7 +159,9 @@ class Archive:
             ArchiveError: if there is none, or several, or its document is broken.
         """
         try:
-            return self._read(self.file_of(self._whole_id(entry_id)))
+            name = self.file_of(self._whole_id(entry_id))
+            info = self._fs.info(name)
+            return self._read_listed(_Document(name, info.get("size"), info.get("type") == "file", ""))
         except (ArchiveError, FileNotFoundError) as error:
             raise ArchiveError(f"archive {self}, entry {entry_id!r}: {error}") from error
 
@@ -232,7 +234,8 @@ class Archive:
     def _read_index(self, num_documents: int) -> tuple[dict[str, tuple[str, Row | str]], int]:
         """Return what :func:`read_index` finds; nothing where there is none, or none of a sane size."""
         try:
-            if self._fs.size(self._index) > _INDEX_START + _INDEX_BYTES * num_documents:
+            info = self._fs.info(self._index)
+            if info["type"] != "file" or info["size"] > _INDEX_START + _INDEX_BYTES * num_documents:
                 return {}, 0
             return read_index(self._fs.cat_file(self._index))
         except Exception:  # see write; and an index is never needed

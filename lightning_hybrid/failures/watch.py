@@ -142,7 +142,7 @@ class Watch:
     def _end_silent_hub(self) -> None:
         """The hub has decided nothing: end its process if it is here, of which no thread runs any more."""
         with self._lock:
-            known = self._lock.wait_for(lambda: self.first is not None or self._left, timeout=2 * PATIENCE)
+            known = self._lock.wait_for(lambda: self.first is not None or self._left, timeout=PATIENCE)
             pid, host = self._of_hub
             if known or self.rank == 0 or host != socket.gethostname():
                 return

@@ -216,3 +216,15 @@ def test_wrong_variant_writing_in_place_leaves_broken_entries(tmp_path: Path, ca
     assert len(reported) <= num_files
     assert len(Archive(tmp_path).list()) < num_files
     assert any("not JSON" in record.getMessage() for record in caplog.records)
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    """A device or a pipe would be read without end."""
+    archive = Archive(tmp_path)
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / store_module.INDEX_NAME).symlink_to("/dev/zero")
+    for name in ("zero", "pipe"):
+        with pytest.raises(ArchiveError, match="it is not a file"):
+            archive.get(name)
+    assert archive.list() == []
