@@ -30,7 +30,7 @@ from lightning_hybrid.archive.entry import Entry, is_id
 from lightning_hybrid.archive.row import INDEX_NAME, Known, Row, read_index, row_of, to_line
 from lightning_hybrid.errors import ArchiveError
 
-__all__ = ["Archive"]
+__all__ = ["Archive", "no_collection"]
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ class _Document(NamedTuple):
     """A name that an entry may have."""
 
     name: str
+    base: str
+    """The name without its folder."""
     size: int | None
     is_file: bool
     key: str
@@ -115,7 +117,7 @@ class Archive:
         Raises:
             ArchiveError: if the folder exists and cannot be listed.
         """
-        with _no_collection():
+        with no_collection():
             return self._known()
 
     def _known(self) -> Known:
@@ -123,7 +125,7 @@ class Archive:
         lines, num_lines = self._read_index(len(documents))
         rows, added = list[Row](), list[bytes]()
         for document in documents:
-            base = document.name.rpartition("/")[2]
+            base = document.base
             line = lines.get(base)
             if line is not None and line[0] == document.key and document.key:
                 found = line[1]
@@ -168,7 +170,7 @@ class Archive:
     def _whole_id(self, beginning: str) -> str:
         if is_id(beginning) and self._fs.exists(self.file_of(beginning)):
             return beginning  # without listing a folder that may be long
-        ids = [document.name.rpartition("/")[2].removesuffix(".json") for document in self._documents()]
+        ids = [document.base.removesuffix(".json") for document in self._documents()]
         found = [name for name in ids if beginning and name.startswith(beginning)]
         if len(found) != 1:
             what = f"{len(found)} of the {len(ids)} ids begin" if found else f"none of the {len(ids)} ids begins"
@@ -256,7 +258,7 @@ class Archive:
             if self._is_local and num_lines < 2 * len(lines) + INDEX_FROM and lines:
                 _append(self._index, b"".join(added))
                 return
-            present = {document.name.rpartition("/")[2] for document in documents}
+            present = {document.base for document in documents}
             kept = [to_line(name, *line) for name, line in lines.items() if name in present]
             data, temporary = b"".join([*kept, *added]), self._temporary("index")
             if self._is_local:
@@ -279,7 +281,7 @@ class Archive:
         """Return all names that an entry may have."""
         try:
             if self._is_local:
-                return list(_scan(self.path))
+                return _scan(self.path)
             self._fs.invalidate_cache(self.path)
             listing: Sequence[dict[str, Any]] = self._fs.ls(self.path, detail=True)
         except FileNotFoundError:
@@ -289,10 +291,10 @@ class Archive:
         found = []
         for info in listing:
             name = str(info["name"]).rstrip("/")
-            if _may_be_entry(name.rpartition("/")[2]):
+            if _may_be_entry(base := name.rpartition("/")[2]):
                 changed = next((info[key] for key in _CHANGES if info.get(key)), None)
                 key = "" if changed is None else f"{info.get('size')}-{changed}"
-                found.append(_Document(name, info.get("size"), info.get("type") == "file", key))
+                found.append(_Document(name, base, info.get("size"), info.get("type") == "file", key))
         return found
 
     def _read_listed(self, document: _Document) -> Entry:
@@ -337,7 +339,7 @@ _CHANGES = (
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Hundreds of thousands of small objects that all stay would have the collector look at everything, many times."""
     enabled = gc.isenabled()
     gc.disable()
@@ -352,16 +354,20 @@ def _may_be_entry(base: str) -> bool:
     return base.endswith(".json") and not base.startswith(".")
 
 
-def _scan(folder: str) -> Iterable[_Document]:
-    """A local folder's documents: two system calls each."""
+def _scan(folder: str) -> list[_Document]:
+    """A local folder's documents: two system calls each, and as little else as can be."""
+    found, regular = list[_Document](), stat.S_IFREG
     with os.scandir(folder) as files:
         for file in files:
-            if _may_be_entry(file.name):
+            base = file.name
+            if _may_be_entry(base):
                 try:
                     state = file.stat()
                 except FileNotFoundError:  # a link to nowhere, or removed since
                     continue
-                yield _Document(file.path, state.st_size, stat.S_ISREG(state.st_mode), _key(state))
+                is_file = stat.S_IFMT(state.st_mode) == regular
+                found.append(_Document(f"{folder}/{base}", base, state.st_size, is_file, _key(state)))
+    return found
 
 
 def _key(state: os.stat_result) -> str:

@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_hybrid.archive import Archive, Entry, best_entry, failed_degrees
+from lightning_hybrid.archive import Archive, Entry, Match, best_entry, failed_degrees
 from lightning_hybrid.archive.document import to_plain
 from lightning_hybrid.archive.share import Filter, differences, entries_of_folder, read_entries, take, to_lines
+from lightning_hybrid.archive.store import no_collection
 from lightning_hybrid.errors import ArchiveError
+from lightning_hybrid.layout import Layout
 
 __all__ = ["ARCHIVE_COMMANDS"]
 
@@ -94,16 +96,9 @@ def best_command(
         url: The archive: a folder or any fsspec URL.
         json: Print JSON for programs.
     """
-    archive, console = Archive(url), Console()
-    known = archive.known()
-    newest = max(known, key=lambda row: (row.time, row.id), default=None)
-    wanted = archive.get(like) if like else known.load(newest) if newest is not None else None
-    if wanted is None:
-        match, failed = None, {}
-    else:
-        count = num_devices or wanted.hardware.num_devices
-        match = best_entry(known, wanted.model, wanted.hardware, count)
-        failed = failed_degrees(known, wanted.model, wanted.hardware)
+    console, archive = Console(), Archive(url)
+    with no_collection():
+        match, failed = _best(archive, like, num_devices)
     if json:
         found = match and {"id": match.entry.id, "degrees": to_plain(match.degrees), "reason": match.reason}
         _print_json(found)
@@ -112,6 +107,17 @@ def best_command(
     for degrees, entry in failed.items():
         what = "ran out of memory" if entry.result.status == "oom" else "failed"
         console.print(f"Not tried again: {degrees} {what} in {entry.id}.", highlight=False, soft_wrap=True)
+
+
+def _best(archive: Archive, like: str | None, num_devices: int | None) -> tuple[Match | None, dict[Layout, Entry]]:
+    """The entry to start from, and the degrees that failed."""
+    known = archive.known()
+    newest = max(known, key=lambda row: (row.time, row.id), default=None)
+    wanted = archive.get(like) if like else known.load(newest) if newest is not None else None
+    if wanted is None:
+        return None, {}
+    match = best_entry(known, wanted.model, wanted.hardware, num_devices or wanted.hardware.num_devices)
+    return match, failed_degrees(known, wanted.model, wanted.hardware)
 
 
 def diff_command(one: str, other: str, url: str = "archive", json: bool = False) -> None:
