@@ -108,7 +108,8 @@ class BubbleRatio(Measurement):
         ideal = ideal_of(self.timeline)
         figure, page = draw_timeline(self.timeline, ideal, title=title), timeline_page(title, self.timeline, ideal)
         folder = self._folder or Path(trainer.default_root_dir)
-        self.picture_path = show(trainer.loggers, folder, "bubble/timeline", figure, page, trainer.global_step)
+        now = self.recorder(trainer).num_steps
+        self.picture_path = show(trainer.loggers, folder, "bubble/timeline", figure, page, now)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -265,7 +265,7 @@ class ConfigArchive(Measurement):
         return batch_and_rate(max(same, key=lambda other: (other.time, other.id))) if same else None
 
     def _num_steps(self, trainer: Trainer) -> int:
-        return trainer.global_step - self._first_step
+        return max(0, self.recorder(trainer).num_steps - self._first_step)
 
     def _loss(self, trainer: Trainer, which: int) -> float | None:
         loss = self._losses[which]

@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 class Measurement(Callback):
     """Base of the measuring callbacks.
 
-    All ranks measure at the same steps, which follow from ``trainer.global_step`` alone: the second step after the
-    warm-up, and then every ``every_n_steps``.
+    All ranks measure at the same steps, which follow from their number alone: the second step after the warm-up, and
+    then every ``every_n_steps``.
 
     Args:
         every_n_steps: optimizer steps between measurements; ``None`` takes the Trainer's ``log_every_n_steps``, 0 never
@@ -76,22 +76,31 @@ class Measurement(Callback):
     def publish(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         """Send values to every logger of the Trainer, from global rank 0."""
         self.latest = dict(values)
-        self.history.add(
-            trainer.global_step, {key: value for key, value in values.items() if key.startswith(self.in_history)}
-        )
+        step = self.recorder(trainer).num_steps
+        self.history.add(step, {key: value for key, value in values.items() if key.startswith(self.in_history)})
         if trainer.is_global_zero:
-            log_values(trainer.loggers, self.latest, trainer.global_step)
+            log_values(trainer.loggers, self.latest, step)
 
     def on_step(self, trainer: Trainer, step: RecordedStep) -> None:
         """Called on every rank when an optimizer step has ended."""
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        others: list[Any] = [other for other in trainer.callbacks if other is not self]  # type: ignore[attr-defined]
+        for other in others:
+            if isinstance(other, Measurement) and {*other.in_history} & {*self.in_history}:
+                raise ConfigurationError(
+                    f"The Trainer has two callbacks, {type(self).__name__} and {type(other).__name__}, that log"
+                    f" the same keys ({', '.join(self.in_history)}); loggers keep one value a step. Give one of them."
+                )
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._first_step = self._measured = trainer.global_step
-        self.history = History()
+        self.latest, self.history = {}, History()
         # A collective, so not on rank 0 alone; without loggers there is nobody to show anything to.
         self._folder = Path(trainer.log_dir or trainer.default_root_dir) if trainer.loggers else None
         self.recorder(trainer).begin(trainer)
+        self._first_step = self._measured = self.recorder(trainer).num_steps
 
     @override
     def on_train_batch_end(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -118,20 +119,27 @@ class ScalingEfficiency(Measurement):
         self.scaling: Scaling | None = None
         """The latest comparison, on global rank 0."""
         self._fingerprint: Fingerprint | None = None
+        self._module: weakref.ref[LightningModule] | None = None
         self._pending: tuple[int, int] = (0, 0)
-        self._window: tuple[float, int, int, int] = (0.0, 0, 0, 0)
+        self._windows: dict[bool, tuple[float, int, int, int]] = {}
+        """Seconds, steps, samples and tokens since the last measurement, of ordinary steps and of others."""
         self._said = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._fingerprint is None and next(pl_module.parameters(), None) is not None:  # whole only before it is cut
-            self._fingerprint = known_fingerprint(pl_module)
+        super().setup(trainer, pl_module, stage)
+        if self._module is None or self._module() is not pl_module:  # once: it is whole only before it is cut
+            known = next(pl_module.parameters(), None) is not None
+            self._fingerprint = known_fingerprint(pl_module) if known else None
+            self._module = weakref.ref(pl_module)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self.throughput, self.scaling, self._said = None, None, False
-        self._pending, self._window = (0, 0), (0.0, 0, 0, 0)
+        self._pending, self._windows = (0, 0), {}
+        if self._url is not None:
+            self.baseline = self._url  # another run's may be another entry
         self._utilization = Utilization(self.flops_per_sample, self.peak_flops)
         if trainer.is_global_zero:
             self._utilization.start(trainer, pl_module)
@@ -153,18 +161,19 @@ class ScalingEfficiency(Measurement):
 
     @override
     def on_step(self, trainer: Trainer, step: RecordedStep) -> None:
-        if step.ordinary and step.index > self._first_step + self.num_warmup_steps:
-            seconds, num_steps, samples, tokens = self._window
+        if step.index > self._first_step + self.num_warmup_steps:
+            seconds, num_steps, samples, tokens = self._windows.get(step.ordinary, _EMPTY)
             more_samples, more_tokens = self._pending
-            self._window = (seconds + step.seconds, num_steps + 1, samples + more_samples, tokens + more_tokens)
+            window = (seconds + step.seconds, num_steps + 1, samples + more_samples, tokens + more_tokens)
+            self._windows[step.ordinary] = window
         self._pending = (0, 0)
         if self.is_due(trainer, step.index):
             with self.recorder(trainer).measuring():
-                self._measure(trainer)
+                self._measure(trainer, any_steps=True)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._measure(trainer)
+        self._measure(trainer, any_steps=False)
         super().on_train_end(trainer, pl_module)
         if trainer.is_global_zero and self._folder is not None and isinstance(self.baseline, Entry):
             self._draw(trainer, self._folder, self.baseline)
@@ -187,15 +196,20 @@ class ScalingEfficiency(Measurement):
         first = dataclasses.replace(first, link=None)
         figure, chart = draw_devices(points, first, group.unit, title=title), devices_chart(points, first, group.unit)
         if figure is not None and chart is not None:
-            show(trainer.loggers, folder, "scaling/devices", figure, chart_page(title, chart), trainer.global_step)
+            now = self.recorder(trainer).num_steps
+            show(trainer.loggers, folder, "scaling/devices", figure, chart_page(title, chart), now)
 
-    def _measure(self, trainer: Trainer) -> None:
-        """Add up what all ranks counted since the last time, and log it. A collective over the world."""
-        if not self._window[1]:
+    def _measure(self, trainer: Trainer, *, any_steps: bool) -> None:
+        """Add up what all ranks counted since the last time, and log it. A collective over the world.
+
+        ``any_steps`` takes, where all steps since then were measured, these; what measuring took is no part of them.
+        """
+        window = self._windows.get(True) or (self._windows.get(False) if any_steps else None)
+        if window is None:
             return
+        self._windows = {}
         layout = layout_of(trainer)
-        windows = gather(trainer, self._window)
-        self._window = (0.0, 0, 0, 0)
+        windows = gather(trainer, window)
         recent = Throughput(
             num_devices=layout.world_size,
             seconds=max(window[0] for window in windows),  # all ranks time the same steps
@@ -260,6 +274,10 @@ class ScalingEfficiency(Measurement):
                 reference.num_devices,
                 "".join(f"; {reason}" for reason in scaling.reasons),
             )
+
+
+#: Seconds, steps, samples, tokens.
+_EMPTY = (0.0, 0, 0, 0)
 
 
 def as_reference(baseline: float | Mapping[str, Any] | Reference | Entry) -> Reference:

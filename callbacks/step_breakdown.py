@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_hybrid.callbacks.adviser import Adviser
@@ -125,6 +126,7 @@ class StepBreakdown(Measurement):
         self._sample: StepSample | None = None
         self._shares: dict[str, dict[str, float]] = {}
         self._num_measured = 0
+        self._said_unsampled = False
 
     @override
     def is_active(self, trainer: Trainer) -> bool:
@@ -133,7 +135,7 @@ class StepBreakdown(Measurement):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._shares, self._num_measured, self.adviser = {}, 0, Adviser()
+        self._shares, self._num_measured, self.adviser, self.breakdowns = {}, 0, Adviser(), []
 
     @override
     def on_step(self, trainer: Trainer, step: RecordedStep) -> None:
@@ -142,20 +144,29 @@ class StepBreakdown(Measurement):
                 sample, self._sample = self._sample, None
                 exposed = None if sample is None else sample.stop()
                 self._measure(trainer, step, exposed)
-                if sample is not None and exposed is not None and self.trace is not None:
-                    write_trace(self.trace, trainer.strategy, step, exposed, sample.events)
+                if sample is not None and self.trace is not None:  # on all ranks: they write it together
+                    write_trace(self.trace, trainer.strategy, step, exposed or [], sample.events)
         if self.is_due(trainer, step.index + 1) and self.profile_every and not self._num_measured % self.profile_every:
             with self.recorder(trainer).measuring():
                 strategy: Any = trainer.strategy
                 self._sample = StepSample(strategy.root_device, sampled_axes(strategy.layout))
-                self._sample.start()
+                if not self._sample.start():
+                    self._say_unsampled()
+
+    def _say_unsampled(self) -> None:
+        if not self._said_unsampled:
+            self._said_unsampled = True
+            rank_zero_warn(
+                "StepBreakdown cannot profile a step, because another profiler runs (the Trainer's own?): collectives"
+                " inside of actions, such as tensor parallelism's, count as compute, or as they were measured before."
+            )
 
     def _measure(self, trainer: Trainer, step: RecordedStep, exposed: list[Span] | None) -> None:
         """Log the breakdown of the latest steps. ``exposed`` is what the profiler saw in ``step``, if it looked."""
         strategy: Any = trainer.strategy
         steps = self.ordinary_steps(trainer) or [step]
         *timelines, profiled = gather_timelines(strategy, [*steps, step])
-        reduce_part = "communication_data_shard" if strategy.layout.shard_size > 1 else "communication_data_replicate"
+        reduce_part = reduce_part_of(strategy.layout)
         spans = [_spans(s, runs, strategy.schedule_rank, reduce_part) for s, runs in zip(steps, timelines, strict=True)]
         own = mean(
             [break_down(p, start=s.start, end=s.end, exclude=s.excluded) for s, p in zip(steps, spans, strict=True)]
@@ -202,7 +213,8 @@ class StepBreakdown(Measurement):
         title = "Where a step goes"
         figure, chart = draw_breakdown(self.history.rows, title=title), area_chart(self.history.rows)
         if figure is not None and chart is not None:
-            show(trainer.loggers, folder, "step/breakdown", figure, chart_page(title, chart), trainer.global_step)
+            now = self.recorder(trainer).num_steps
+            show(trainer.loggers, folder, "step/breakdown", figure, chart_page(title, chart), now)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -243,6 +255,13 @@ def exposed_shares(spans: Sequence[Span], exposed: Sequence[Span]) -> dict[str, 
     if "communication_unknown" in (optimizer := shares.get("optimizer", {})):
         optimizer["communication_world"] = optimizer.pop("communication_unknown")  # the global norm, over all ranks
     return shares
+
+
+def reduce_part_of(layout: Layout) -> str:
+    """Return over which axis a pipeline reduces gradients; without data ranks only tied weights', between stages."""
+    if layout.shard_size > 1:
+        return "communication_data_shard"
+    return "communication_data_replicate" if layout.data_parallel_size > 1 else "communication_pipeline"
 
 
 def sampled_axes(layout: Layout) -> list[str]:

@@ -30,7 +30,7 @@ class RecordedStep:
     """One optimizer step of one rank; seconds on the clock of ``time.perf_counter``."""
 
     index: int
-    """``trainer.global_step`` after it."""
+    """Its number, from 1 on and over resumed runs; ``trainer.global_step`` after it where there is one optimizer."""
     start: float
     """When the optimizer step before it ended."""
     end: float
@@ -60,6 +60,9 @@ class StepRecorder:
         self._fetching = 0.0
         self._data_waits: list[tuple[float, float]] = []
         self._ordinary = True
+        self.num_steps = 0
+        """Optimizer steps so far, those before a resume too; several optimizers' steps of one batch are one, as on the
+        axis of what ``self.log`` logs."""
         self._global_step = 0
         self._seen: tuple[int, RecordedStep | None] = (-1, None)
         self._restore: Callable[[], None] | None = None
@@ -75,6 +78,7 @@ class StepRecorder:
             profiler = trainer.profiler  # type: ignore[attr-defined]  # set by a helper, so mypy does not see it
             self._restore = _listen(profiler, self._started, self._stopped)
             self._global_step = trainer.global_step
+            self.num_steps = trainer.fit_loop.epoch_loop._batches_that_stepped
             self.steps.clear()
             self._clock.reset()
             self._clock.lap()
@@ -114,7 +118,7 @@ class StepRecorder:
     def _end_batch(self, trainer: Trainer) -> RecordedStep | None:
         if trainer.global_step == self._global_step:  # gradients are accumulated
             return None
-        self._global_step = trainer.global_step
+        self._global_step, self.num_steps = trainer.global_step, self.num_steps + 1
         strategy: Any = trainer.strategy
         marks: list[Mark] = strategy.take_marks() if hasattr(strategy, "take_marks") else []
         end = max((mark.end for mark in marks if mark.kind == "OPTIMIZER"), default=self._now())
@@ -123,7 +127,7 @@ class StepRecorder:
         step = None
         if start is not None and seconds is not None:
             step = RecordedStep(
-                index=trainer.global_step,
+                index=self.num_steps,
                 start=start,
                 end=end,
                 seconds=seconds,

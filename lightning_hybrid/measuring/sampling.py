@@ -54,10 +54,10 @@ class StepSample:
             pass
         return True
 
-    def stop(self) -> list[Span]:
-        """End; returns spans on the clock of ``time.perf_counter``."""
+    def stop(self) -> list[Span] | None:
+        """End; returns spans on the clock of ``time.perf_counter``, or ``None`` if nothing was sampled."""
         if self._profile is None:
-            return []
+            return None
         if self._cuda:
             torch.cuda.synchronize()
         with _quiet_kineto():
@@ -66,7 +66,7 @@ class StepSample:
         self._events, self._shift = events, (shift := _unix_to_perf_counter())
         anchor = next((event for event in events if event.name == _ANCHOR), None)
         if anchor is None:
-            return []
+            return None
         if self._cuda:
             spans = exposed_on_device(events, axes=self._axes)
         else:

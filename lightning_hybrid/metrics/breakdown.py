@@ -132,13 +132,7 @@ def _sweep(spans: Iterable[Span], start: float, end: float) -> list[float]:
 
 def cut(spans: Iterable[Span], holes: Iterable[tuple[float, float]]) -> list[Span]:
     """Return what is left of ``spans`` outside of ``holes``, as when a thread computes except while it waits."""
-    merged: list[list[float]] = []
-    for start, end in sorted(holes):
-        if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(end, merged[-1][1])
-        else:
-            merged.append([start, end])
-    left: list[Span] = []
+    merged, left = _merge(holes), list[Span]()
     for part, start, end in spans:
         for hole_start, hole_end in merged:
             if hole_end <= start or hole_start >= end:
@@ -152,18 +146,32 @@ def cut(spans: Iterable[Span], holes: Iterable[tuple[float, float]]) -> list[Spa
 
 
 def overlap(spans: Iterable[Span], windows: Iterable[Span]) -> dict[str, float]:
-    """Return the seconds of ``spans`` by part that lie inside of any of ``windows``; none of either overlap."""
+    """Return the seconds of ``spans`` by part that lie inside of any of ``windows``.
+
+    Spans do not overlap each other. Windows may: with manual optimization backwards lie inside of the training step.
+    """
     seconds: dict[str, float] = {}
-    ordered = sorted(windows, key=lambda window: window.start)
+    ordered = _merge((window.start, window.end) for window in windows)
     first = 0
     for part, start, end in sorted(spans, key=lambda span: span.start):
-        while first < len(ordered) and ordered[first].end <= start:
+        while first < len(ordered) and ordered[first][1] <= start:
             first += 1
-        for window in ordered[first:]:
-            if window.start >= end:
+        for window_start, window_end in ordered[first:]:
+            if window_start >= end:
                 break
-            seconds[part] = seconds.get(part, 0.0) + min(end, window.end) - max(start, window.start)
+            seconds[part] = seconds.get(part, 0.0) + min(end, window_end) - max(start, window_start)
     return seconds
+
+
+def _merge(stretches: Iterable[tuple[float, float]]) -> list[list[float]]:
+    """Return in order the stretches that together cover the same instants, each once."""
+    merged: list[list[float]] = []
+    for start, end in sorted(stretches):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(end, merged[-1][1])
+        else:
+            merged.append([start, end])
+    return merged
 
 
 def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
@@ -208,10 +216,12 @@ def spans_of_marks(
     own = {mark.stage for mark in marks if mark.kind in COMPUTE}
     near = [mark for mark in others if mark.stage not in own and {mark.stage - 1, mark.stage + 1} & own]
     syncs = [(mark.start, mark.end) for mark in marks if mark.kind in ("SYNC", "REPLICAS")]
+    # With manual optimization these lie inside of the training step, whose mark is one of computation.
+    within = [*syncs, *((mark.start, mark.end) for mark in marks if mark.kind == "OPTIMIZER")]
     spans: list[Span] = []
     for mark in marks:
         if mark.kind in COMPUTE:
-            spans.append(Span("compute", mark.start, mark.end))
+            spans += cut([Span("compute", mark.start, mark.end)], within)
         elif mark.kind == "WAIT_F":
             spans += split_wait(mark, ended.get(("F", mark.stage - 1, mark.microbatch)))
         elif mark.kind == "WAIT_B":

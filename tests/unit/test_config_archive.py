@@ -220,7 +220,7 @@ def test_first_cause_stands(tmp_path: Path) -> None:
 
 def report(archive: ConfigArchive, trainer: Any, error: BaseException) -> None:
     """Call the hook without a step recorder, which a stand-in for a Trainer does not have."""
-    recorder = SimpleNamespace(finish=lambda: None)
+    recorder = SimpleNamespace(finish=lambda: None, num_steps=0)
     archive.recorder = lambda trainer: recorder  # type: ignore[assignment,method-assign,return-value]
     archive.on_exception(trainer, Tiny(), error)
 

@@ -68,9 +68,12 @@ def test_each_logger_gets_what_it_can_show(tmp_path: Path, caplog: pytest.LogCap
     assert board.rows == flow.rows == [({"step/time_s": 0.1}, 3)]
 
 
+class FakeTrainer(SimpleNamespace):
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 def draw(callback: Any, logger: Fake, folder: Path, *arguments: Any) -> None:
-    strategy = SimpleNamespace()
-    trainer: Any = SimpleNamespace(loggers=[logger], global_step=9, strategy=strategy, world_size=8)
+    trainer: Any = FakeTrainer(loggers=[logger], strategy=SimpleNamespace(), world_size=8)
     callback._draw(trainer, folder, *arguments)
 
 

@@ -127,6 +127,15 @@ def test_exact_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accumulate
     assert callback.scaling.kind == "same size"
 
 
+def test_where_every_step_is_measured_these_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    callback = ScalingEfficiency({"tokens_per_second": 120.0}, every_n_steps=1)
+    fit(monkeypatch, tmp_path, callback)
+    assert callback.latest["throughput/tokens_per_s"] == pytest.approx(96)
+    assert [step for step, _ in callback.history.rows] == [4, 5, 6, 7, 8]
+    with pytest.raises(ConfigurationError, match="the same keys"):
+        fit(monkeypatch, tmp_path, callback, ScalingEfficiency())
+
+
 def test_without_warm_up_the_first_step_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The rates of the test before are no accident: what it leaves out is there."""
     recorder = fit(monkeypatch, tmp_path, ScalingEfficiency(every_n_steps=0))

@@ -161,6 +161,14 @@ def test_overlap_and_mean() -> None:
     spans = [Span("communication_tensor", 1, 6), Span("communication_data_shard", 8, 20)]
     assert overlap(spans, windows) == {"communication_tensor": 2, "communication_data_shard": 1}
     assert overlap([], windows) == {}
+    nested = [Span("compute", 0, 9), Span("compute", 1, 2), Span("compute", 3, 4)]
+    assert overlap([Span("communication_tensor", 5, 7)], nested) == {"communication_tensor": 2}
+
+
+def test_optimizers_inside_of_a_manual_training_step_are_optimizer() -> None:
+    marks = [Mark("F", 0, 0, 0, 10), Mark("B", 0, 0, 2, 3), Mark("OPTIMIZER", -1, -1, 3, 5), Mark("SYNC", -1, -1, 4, 5)]
+    got = break_down(spans_of_marks(marks), start=0, end=10)
+    assert nonzero(dict(got.seconds)) == {"compute": 8, "optimizer": 1, "communication_world": 1}
     both = mean([break_down([Span("compute", 0, 1)], start=0, end=2), break_down([], start=0, end=4)])
     assert nonzero(dict(both.seconds)) == {"compute": 0.5, "other": 2.5}
 
