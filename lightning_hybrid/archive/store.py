@@ -163,7 +163,9 @@ class Archive:
         try:
             name = self.file_of(self._whole_id(entry_id))
             info = self._fs.info(name)
-            return self._read_listed(_Document(name, info.get("size"), info.get("type") == "file", ""))
+            return self._read_listed(
+                _Document(name, name.rpartition("/")[2], info.get("size"), info.get("type") == "file", "")
+            )
         except (ArchiveError, FileNotFoundError) as error:
             raise ArchiveError(f"archive {self}, entry {entry_id!r}: {error}") from error
 
