@@ -186,7 +186,11 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What the planner predicted of a run whose degrees it chose; :class:`Result` has what was measured."""
+    """What the planner predicted of a run whose degrees it chose; :class:`Result` has what was measured.
+
+    Raises:
+        ArchiveError: if a time is negative or not finite, or a factor not positive: later plans are corrected by them.
+    """
 
     step_time: float
     """Seconds of an optimizer step."""
@@ -202,6 +206,13 @@ class Planned:
     """By which earlier runs corrected parts (see :mod:`lightning_hybrid.planner.calibration`)."""
     runner_up: str | None = None
     """The next best degrees, in words."""
+
+    def __post_init__(self) -> None:
+        times = {"step_time": self.step_time, **self.parts}
+        wrong = [name for name, value in times.items() if not 0 <= value < math.inf]
+        wrong += [f"factor of {part}" for part, factor in self.factors.items() if not 0 < factor < math.inf]
+        if wrong:
+            raise ArchiveError(f"planned has impossible values: {', '.join(wrong)}")
 
 
 def worked(status: str, rate: float | None) -> bool:

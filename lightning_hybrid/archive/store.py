@@ -84,7 +84,7 @@ class Archive:
         self._swept = False
 
     def __str__(self) -> str:
-        if self._is_local:
+        if self._is_local or "://" in self.path:  # fsspec leaves it there for http
             return self.path
         protocol = self._fs.protocol
         return f"{protocol if isinstance(protocol, str) else protocol[0]}://{self.path}"

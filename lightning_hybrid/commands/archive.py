@@ -20,6 +20,7 @@ from lightning_hybrid.archive.share import Filter, differences, entries_of_folde
 from lightning_hybrid.archive.store import no_collection
 from lightning_hybrid.errors import ArchiveError
 from lightning_hybrid.layout import Layout
+from lightning_hybrid.planner.setup import describe
 
 __all__ = ["ARCHIVE_COMMANDS"]
 
@@ -106,7 +107,7 @@ def best_command(
     console.print(match.reason if match else f"No entry of {archive} fits.", highlight=False, soft_wrap=True)
     for degrees, entry in failed.items():
         what = "ran out of memory" if entry.result.status == "oom" else "failed"
-        console.print(f"Not tried again: {degrees} {what} in {entry.id}.", highlight=False, soft_wrap=True)
+        console.print(f"Not tried again: {describe(degrees)} {what} in {entry.id}.", highlight=False, soft_wrap=True)
 
 
 def _best(archive: Archive, like: str | None, num_devices: int | None) -> tuple[Match | None, dict[Layout, Entry]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import Any
 
 import pytest
 
 from lightning_hybrid.archive import Entry, Planned, planned_entries
+from lightning_hybrid.errors import ArchiveError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.planner import Cluster, ModelProfile, Setup, estimate
 from lightning_hybrid.planner.calibration import MOST, Observed, calibrate, correct
@@ -98,3 +100,11 @@ def test_other_hardware_says_nothing() -> None:
     ]
     assert [entry.id for entry in planned_entries(entries, H200, precision="32-true")] == ["own"]
     assert Entry.from_json(own.to_json()) == own
+
+
+@pytest.mark.parametrize("damage", [{"parts": {"data": -1.0}}, {"step_time": "NaN"}, {"factors": {"data": 0.0}}])
+def test_impossible_predictions_are_damage(damage: dict[str, Any]) -> None:
+    document = json.loads(run_of("one").to_json())
+    document["planned"] |= damage
+    with pytest.raises(ArchiveError, match="planned has impossible values"):
+        Entry.from_json(json.dumps(document))
