@@ -29,6 +29,7 @@ from lightning_hybrid.choosing.logged import log_choice
 from lightning_hybrid.choosing.run_choice import RunChoice
 from lightning_hybrid.data import prepare_loader, restore_loader_states
 from lightning_hybrid.describing.describe import describe_run, layout_table, memory_table
+from lightning_hybrid.failures.restart import group_options
 from lightning_hybrid.failures.stopping import stop_together
 from lightning_hybrid.failures.watch import start_watch
 from lightning_hybrid.launchers import make_launcher
@@ -278,9 +279,9 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
         super().setup_environment()
         self.set_world_ranks()
         backend = self.settings.process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-        device = self.root_device if self.root_device.type != "cpu" else None
         assert self.cluster_environment is not None
-        _init_dist_connection(self.cluster_environment, backend, timeout=self.settings.timeout, device_id=device)
+        options = group_options(self.root_device, self.settings.timeout)
+        _init_dist_connection(self.cluster_environment, backend, **options)
         self.watch = start_watch(self)
         self.choice.share(self.broadcast)
         self.choice.layout = choose_layout(self)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lightning_hybrid.checkpoint.whole import latest_checkpoint, moved_aside, remove, unfinished_checkpoints
 
-__all__ = ["prepare_for_restarts"]
+__all__ = ["group_options", "prepare_for_restarts"]
 
 
 def prepare_for_restarts(trainer: Any) -> None:
@@ -66,3 +69,19 @@ def _resume_start(connector: Any, checkpoint_path: Any = None, weights_only: boo
     """Of a trainer: what global rank 0 found is for all, since another node may see a folder later. A collective."""
     path = connector.trainer.strategy.broadcast(checkpoint_path)
     type(connector).resume_start(connector, path, weights_only)
+
+
+def group_options(device: torch.device, timeout: timedelta | None) -> dict[str, Any]:
+    """Return options of ``init_process_group``; ``store`` is among them where ``torchrun`` has started ranks again.
+
+    The agent's store outlives the ranks, and torch (2.13) does not tell attempts apart in it: a rank that is faster
+    than others finds the addresses of those that were killed, and cannot connect. Only on one node: agents of several
+    nodes count restarts differently.
+    """
+    of, options = os.environ, {"timeout": timeout, "device_id": device if device.type != "cpu" else None}
+    attempt = of.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if of.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or attempt == "0" or of.get("GROUP_WORLD_SIZE") != "1":
+        return options
+    limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    store = TCPStore(of["MASTER_ADDR"], int(of["MASTER_PORT"]), int(of["WORLD_SIZE"]), is_master=False, **limit)
+    return {**options, "store": PrefixStore(f"attempt {attempt}", store)}
