@@ -18,6 +18,7 @@ import socket
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -80,6 +81,16 @@ def crash() -> None:
 
 def sleep_for_ever() -> None:
     time.sleep(10_000)
+
+
+def wait_for_a_lock() -> None:
+    lock = threading.Lock()
+    with lock:
+        lock.acquire()
+
+
+def recurse() -> None:
+    recurse()
 
 
 def hang_in_c() -> None:
@@ -151,6 +162,16 @@ KINDS: dict[str, Kind] = {
         "training_step", _raise(KeyboardInterrupt()), said="KeyboardInterrupt", status="interrupted"
     ),
     "sys.exit": Kind("training_step", lambda: sys.exit(0), said="SystemExit"),
+    "sys.exit with a text": Kind("training_step", lambda: sys.exit("enough of it"), said="enough of it"),
+    "Ctrl-C while saving": Kind(
+        "on_save_checkpoint", _raise(KeyboardInterrupt()), said="KeyboardInterrupt", status="interrupted"
+    ),
+    "StopIteration": Kind("training_step", _raise(StopIteration(WORDS)), said="training_step raised StopIteration"),
+    "a connection of the user's own": Kind(
+        "on_train_batch_end", _raise(ConnectionResetError("Connection reset by peer")), said="ConnectionResetError"
+    ),
+    "too deep recursion": Kind("training_step", recurse, said="RecursionError"),
+    "a message of megabytes": Kind("on_train_batch_end", _raise(ValueError(WORDS + "x" * 5_000_000))),
     "SIGKILL": Kind("training_step", be_killed, said="SIGKILL", status="interrupted"),
     "SIGKILL between steps": Kind("on_train_batch_end", be_killed, said="SIGKILL", status="interrupted"),
     "SIGKILL while saving": Kind("on_save_checkpoint", be_killed, said="SIGKILL", status="interrupted"),
@@ -176,6 +197,8 @@ KINDS: dict[str, Kind] = {
     ),
     "a collective of its own": Kind("on_train_batch_end", other_collective, said="", same=False, limit=40),
     "no progress": Kind("on_train_batch_end", sleep_for_ever, said="no progress", timeout=12),
+    "no progress, in a lock": Kind("on_train_batch_end", wait_for_a_lock, said="no progress", timeout=12),
+    "SIGSTOP": Kind("on_train_batch_end", lambda: os.kill(os.getpid(), signal.SIGSTOP), said="no progress", timeout=12),
     "no progress, holding the interpreter": Kind("on_train_batch_end", hang_in_c, said="no progress", timeout=12),
 }
 

@@ -87,6 +87,11 @@ class ReplicaHooks(EvaluationHooks):
         self._trains = True
         try:
             yield
+        except StopIteration:  # Lightning ends the epoch then, on this rank alone, and the others wait
+            raise RuntimeError(
+                "training_step raised StopIteration. Catch it there, as by next(iterator, None); to end an epoch early,"
+                " return -1 from on_train_batch_start on all ranks."
+            ) from None
         finally:
             self._trains = False
         if not module.automatic_optimization:
