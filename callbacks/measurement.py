@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_hybrid.callbacks.loggers import log_values
@@ -127,6 +128,12 @@ class Measurement(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.recorder(trainer).finish()
+        if self.in_history and not self.latest and self.every_n_steps != 0 and self.is_active(trainer):
+            rank_zero_info(
+                f"lightning_hybrid: {type(self).__name__} measured nothing: training ended after step"
+                f" {self.recorder(trainer).num_steps}, and the first measurement is at step"
+                f" {self._first_step + self.num_warmup_steps + 2} (num_warmup_steps={self.num_warmup_steps})."
+            )
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_hybrid.metrics.breakdown import PARTS
 from lightning_hybrid.report.html import Html, tag
@@ -179,8 +179,9 @@ def devices_chart(points: Sequence[Point], baseline: Point, unit: str) -> Html |
     if len(counts) < 2:
         return None
     low, high = math.log2(counts[0]), math.log2(counts[-1])
-    ideal = baseline.value * counts[-1] / baseline.num_devices
-    start = baseline.value * counts[0] / baseline.num_devices
+    everyone = [replace(point, value=min(max(point.value, _LEAST), _MOST)) for point in everyone]
+    ideal = min(baseline.value * counts[-1] / baseline.num_devices, _MOST)
+    start = max(baseline.value * counts[0] / baseline.num_devices, _LEAST)
     bottom = math.log2(min(start, *(point.value for point in everyone))) - 0.2
     top = math.log2(max(ideal, *(point.value for point in everyone))) + 0.2
     height = 300
@@ -227,6 +228,10 @@ def devices_chart(points: Sequence[Point], baseline: Point, unit: str) -> Html |
         tag("div", tag("svg", drawn, class_="plot", height=height + 40, role="img"), class_="scroll"),
         class_="devices",
     )
+
+
+#: Throughputs beyond these are drawn at them: an archive from strangers may say anything that is a number.
+_LEAST, _MOST = 1e-60, 1e60
 
 
 def _log_ticks(bottom: float, top: float) -> list[float]:

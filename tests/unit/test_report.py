@@ -19,6 +19,7 @@ from lightning_hybrid.metrics.bubble import measure_bubble
 from lightning_hybrid.pipeline.schedule import find_schedule
 from lightning_hybrid.pipeline.timeline import simulate, table_of
 from lightning_hybrid.report import archive_page, run_page
+from lightning_hybrid.report.charts import Point, devices_chart
 from lightning_hybrid.report.groups import group_runs
 from lightning_hybrid.report.html import Html, tag
 from lightning_hybrid.report.numbers import count, memory, number, seconds, share, ticks
@@ -186,6 +187,9 @@ def test_runs_are_compared_where_they_compare(page: str) -> None:
     assert text.count("\n90.0 %\n") == text.count("\n80.0 %\n") == text.count("\n60.0 %\n") == 1  # in the table
     other = dataclasses.replace(RUNS[1], settings=dataclasses.replace(RUNS[1].settings, precision="bf16-mixed"))
     assert len(group_runs([RUNS[0], other])) == 2  # another precision is another group
+    far = Point(num_devices=8, value=1e308, kind="strong", tip="")  # whatever an archive from strangers says
+    chart = devices_chart([far], Point(num_devices=1, value=5e-324, kind="baseline", tip=""), "samples/s")
+    assert chart is not None and "nan" not in chart and "inf" not in chart
 
 
 @pytest.mark.parametrize(
