@@ -16,7 +16,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -77,7 +77,7 @@ def tune(launch: Callable[[Any], Any], strategy: Any, trainer: Any, arguments: S
         logger.warning("tune=%d has no effect on several nodes: trials are started on one.", wanted)
         return
     try:
-        with _loader_in_sight(trainer, arguments):
+        with _data_in_sight(trainer, strategy.lightning_module, arguments):
             plans = planned_choices(strategy, strategy.lightning_module, num_devices, wanted)
     except Exception as error:  # the run itself chooses by the simple rule, and says why
         logger.warning("tune=%d has no effect: there are no plans to try (%s).", wanted, error)
@@ -95,14 +95,20 @@ def tune(launch: Callable[[Any], Any], strategy: Any, trainer: Any, arguments: S
 
 
 @contextmanager
-def _loader_in_sight(trainer: Any, arguments: Sequence[Any]) -> Iterator[None]:
-    """Within the ``with`` block the loader given to ``fit`` is where the Trainer will have it."""
-    source = trainer.fit_loop._data_source
-    before, source.instance = source.instance, next(iter(arguments[1:2]), None)
-    try:
+def _data_in_sight(trainer: Any, module: Any, arguments: Sequence[Any]) -> Iterator[None]:
+    """Within the ``with`` block what was given to ``fit`` is where the Trainer will have it, which the module knows."""
+    loader, datamodule = (next(iter(arguments[place : place + 1]), None) for place in (1, 3))
+    if isinstance(loader, L.LightningDataModule):
+        loader, datamodule = None, loader
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (trainer.fit_loop._data_source, "instance", loader),
+            (trainer, "datamodule", datamodule or getattr(trainer, "datamodule", None)),
+            (module, "_trainer", trainer),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name, None))
+            setattr(owner, name, value)
         yield
-    finally:
-        source.instance = before
 
 
 def _try(launch: Callable[[Any], Any], strategy: Any, trainer: Any, plan: PlanChoice) -> Trial:

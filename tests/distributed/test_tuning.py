@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from examples.gpt.module import LitGPT
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.choosing.plan import PlanChoice
-from lightning_hybrid.choosing.tuning import Trial, fastest
+from lightning_hybrid.choosing.run_facts import BatchFacts, batch_facts
+from lightning_hybrid.choosing.tuning import Trial, _data_in_sight, fastest
 from lightning_hybrid.layout import Layout
 
 
@@ -78,3 +79,13 @@ def test_the_fastest_is_that_of_samples_per_second() -> None:
     four, one, failed = trial(4, 1.0), trial(1, 0.5), trial(8, None)
     assert fastest([one, failed, four]) is four
     assert fastest([failed]) is None
+
+
+def test_plans_to_try_are_for_the_loader_that_fit_was_given() -> None:
+    """Before a run the Trainer has neither loader nor module; afterwards it has them no more."""
+    module, trainer = LitGPT(num_blocks=2, width=32), L.Trainer(accelerator="cpu", logger=False)
+    loader = DataLoader(torch.zeros(64, 17, dtype=torch.long), batch_size=6)  # type: ignore[arg-type]
+    assert "batches of 8" in batch_facts(module, module._trainer).assumed
+    with _data_in_sight(trainer, module, (module, loader, None, None, None)):
+        assert batch_facts(module, module._trainer) == BatchFacts(samples=6, length=17)
+    assert "batches of 8" in batch_facts(module, module._trainer).assumed
