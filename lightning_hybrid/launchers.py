@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -131,8 +132,15 @@ class HybridMultiProcessingLauncher(_Restartable, _MultiProcessingLauncher):
     def _wrapping_function(self, process_idx: int, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if self._start_method == "fork":
             gc.freeze()  # garbage of the notebook, such as process groups, may own threads this process lacks
+        loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+        own = [
+            logger for logger in loggers if logger._experiment is None
+        ]  # a run of the parent's is the parent's to end
         with failing_together(self._strategy, trainer):
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+        for logger in own:
+            if logger._experiment is not None:  # on rank 0
+                logger.experiment.finish()  # forked processes end without atexit: what is unwritten would be lost
 
     @override
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
