@@ -7,6 +7,7 @@ collected by hooks. In a split block all of these may be of this rank's features
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,9 +22,29 @@ _OWN = frozenset(vars(nn.Module()))
 
 
 def copied(block: nn.Module) -> nn.Module:
-    """A copy, in which tensors with a history that a forward has left in attributes have none (they cannot have)."""
-    kept = [x for _, x in _attributes(block) if not x.is_leaf]
-    return copy.deepcopy(block, {id(x): x.detach() for x in kept})
+    """A copy, in which tensors with a history that a forward has left in attributes have none (they cannot have).
+
+    What hooks of others are bound to is copied, too, so that nobody sees the copy's calls; where that cannot be (a
+    profiler), it is shared.
+    """
+    kept = {id(x): x.detach() for _, x in _attributes(block) if not x.is_leaf}
+    try:
+        return copy.deepcopy(block, dict(kept))
+    except Exception:
+        return copy.deepcopy(block, {**kept, **{id(owner): owner for owner in _owners_of_hooks(block)}})
+
+
+def _owners_of_hooks(block: nn.Module) -> Iterator[Any]:
+    own = set(map(id, block.modules()))
+    for part in block.modules():
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            function = _function_of(hook)
+            if id(owner := getattr(function, "__self__", function)) not in own:
+                yield owner
+
+
+def _function_of(hook: Any) -> Any:
+    return _function_of(hook.func) if isinstance(hook, functools.partial) else hook
 
 
 def numbers_in(values: Any) -> list[Tensor]:
@@ -66,4 +87,5 @@ def _is_number(x: Any) -> bool:
 
 def _is_users(hook: Any) -> bool:
     """Whether a hook is not one of a library's: Hugging Face puts some on all attentions, for who asks for weights."""
-    return not getattr(hook, "__module__", "").startswith(("transformers.", "torch.", "lightning_hybrid."))
+    libraries = ("transformers.", "torch.", "lightning.", "lightning_hybrid.")
+    return not getattr(_function_of(hook), "__module__", "").startswith(libraries)

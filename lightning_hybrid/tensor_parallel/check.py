@@ -9,7 +9,6 @@ everything behind them) and random hidden states.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -243,7 +242,7 @@ class WholeBlock:
         own = next(block.parameters()).dtype
         for dtype in dict.fromkeys((torch.float32, own)):
             fresh = _without_draws(random_weights(copied(block).to(dtype)), call, dtype)
-            ran = copy.deepcopy(fresh)
+            ran = copied(fresh)
             try:
                 outputs, beside, inputs = _run(ran, *random_call(call, dtype))
             except Exception as error:  # flash attention knows no fp32
@@ -293,12 +292,12 @@ def check_block(whole: WholeBlock, split: nn.Module, mesh: DeviceMesh) -> BlockC
 
 
 def _check_one(whole: WholeBlock, mesh: DeviceMesh, part: TensorParallelPlan, is_compiled: bool) -> BlockCheck:
-    split = copy.deepcopy(whole.fresh)
+    split = copied(whole.fresh)
     apply_tensor_parallel(split, mesh, part)
     found = check_block(whole, split, mesh)
     if found.wrong:
         return found
-    problem = wrong_draws(copy.deepcopy(whole.fresh), split, whole.arguments(), mesh, is_compiled=is_compiled)
+    problem = wrong_draws(copied(whole.fresh), split, whole.arguments(), mesh, is_compiled=is_compiled)
     return replace(found, draws=problem or "")
 
 
@@ -311,7 +310,7 @@ def _without_draws(block: nn.Module, call: Call, dtype: torch.dtype) -> nn.Modul
     trains = any(part.training for part in block.modules())
     try:
         with torch.random.fork_rng():
-            draws = not trains or bool(draws_of(copy.deepcopy(block), *random_call(call, dtype)))
+            draws = not trains or bool(draws_of(copied(block), *random_call(call, dtype)))
     except Exception:  # it is run again, where failures are told
         draws = True
     if draws:

@@ -34,7 +34,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -205,9 +205,13 @@ CASES: dict[str, Case] = {
         options={"enable_progress_bar": True, "logger": True, "profiler": "simple"},
     ),
     "profiler": Case(options={"profiler": "advanced"}),
+    "torch_profiler": Case(options={"profiler": "torch"}),  # its hooks on modules cannot be copied
     "clip_by_value": Case(options={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "partial_window": Case(options={"max_epochs": 2, "accumulate_grad_batches": 2}),  # 3 batches an epoch
 }
+
+
+PROFILERS: dict[str, Any] = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "torch": PyTorchProfiler}
 
 
 def run_case(rank: int, case: Case, degrees: dict[str, Any], folder: Path) -> tuple[Trace, Any]:
@@ -215,8 +219,7 @@ def run_case(rank: int, case: Case, degrees: dict[str, Any], folder: Path) -> tu
     if options.get("logger"):
         options["logger"] = CSVLogger(folder, name="csv", version=0)
     if name := options.get("profiler"):
-        kind = AdvancedProfiler if name == "advanced" else SimpleProfiler
-        options["profiler"] = kind(dirpath=folder, filename=name)
+        options["profiler"] = PROFILERS[name](dirpath=folder, filename=name)
     callbacks = case.callbacks(folder)
     found = trace(rank, case.make, ROWS, degrees, callbacks=callbacks, **options)
     return found, case.facts(callbacks, folder) if rank == 0 else None
