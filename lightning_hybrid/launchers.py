@@ -136,8 +136,11 @@ class HybridMultiProcessingLauncher(_Restartable, _MultiProcessingLauncher):
         own = [
             logger for logger in loggers if logger._experiment is None
         ]  # a run of the parent's is the parent's to end
-        with failing_together(self._strategy, trainer):
-            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+        try:
+            with failing_together(self._strategy, trainer):
+                super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+        except SystemExit as error:  # with 0, sys.exit() in a hook, the parent would wait for results for ever
+            raise SystemExit(error.code or 1) from error
         for logger in own:
             if logger._experiment is not None:  # on rank 0
                 logger.experiment.finish()  # forked processes end without atexit: what is unwritten would be lost

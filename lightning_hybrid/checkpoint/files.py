@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import zipfile
+from collections.abc import Callable
 from functools import wraps
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.core import saving
@@ -87,23 +89,31 @@ def write_file(checkpoint: dict[str, Any], path: Any, checkpoint_io: CheckpointI
 
 
 def load_from_directories() -> None:
-    """Let ``LightningModule.load_from_checkpoint`` read directories as well as files (it opens what it gets)."""
-    load_file = vars(saving)["pl_load"]
-    if hasattr(load_file, "_reads_directories"):
-        return
+    """Let every Trainer and ``LightningModule.load_from_checkpoint`` read directories as well as files.
 
+    Both open what they get by a function of Lightning's. A Trainer with another strategy, or with one device and none,
+    so resumes from a directory: it gets all of it in memory, as of a file. Our own strategy reads its parts only.
+    """
+    for user in (saving, torch_io):
+        load_file = vars(user)["pl_load"]
+        if not hasattr(load_file, "_reads_directories"):
+            vars(user)["pl_load"] = _reading_directories(load_file, with_optimizers=user is torch_io)
+
+
+def _reading_directories(load_file: Callable[..., Any], *, with_optimizers: bool) -> Callable[..., Any]:
     @wraps(load_file)
     def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         is_path = isinstance(path, (str, os.PathLike)) and not os.fspath(path).startswith("http")
         if not is_path or not is_directory(path):
             return load_file(path, map_location=map_location, weights_only=weights_only)
-        return _whole_state(path, map_location, bool(weights_only))  # None is False, as for local files
+        # None is False, as for local files
+        return _whole_state(path, map_location, bool(weights_only), with_optimizers=with_optimizers)
 
     load.__dict__["_reads_directories"] = True
-    vars(saving)["pl_load"] = load
+    return load
 
 
-def _whole_state(path: Any, map_location: Any, weights_only: bool) -> dict[str, Any]:
+def _whole_state(path: Any, map_location: Any, weights_only: bool, *, with_optimizers: bool) -> dict[str, Any]:
     """The dict of a directory, its weights in memory: where ``map_location`` says if that is a device, else on the CPU.
 
     Raises:
@@ -113,8 +123,17 @@ def _whole_state(path: Any, map_location: Any, weights_only: bool) -> dict[str, 
         raise CheckpointError(f"The checkpoint {local_path(path)} {reason}.")
     checkpoint = read_directory(path, weights_only)
     device = torch.device("cpu" if map_location is None or callable(map_location) else map_location)
-    state = checkpoint["state_dict"]
-    whole: dict[int, Any] = {id(v): v.whole().to(device) for v in state.values() if isinstance(v, Stored)}
-    for key, value in state.items():  # tied weights stay one tensor
-        state[key] = whole.get(id(value), value)
-    return checkpoint
+    whole: dict[int, Any] = {}  # tied weights stay one tensor
+
+    def read(value: Any) -> Any:
+        if isinstance(value, Stored):
+            if id(value) not in whole:
+                whole[id(value)] = value.whole().to(device)
+            return whole[id(value)]
+        if isinstance(value, dict):
+            for key, item in value.items():
+                value[key] = read(item)
+            return value
+        return type(value)(map(read, value)) if type(value) in (list, tuple) else value
+
+    return read(checkpoint) if with_optimizers else {**checkpoint, "state_dict": read(checkpoint["state_dict"])}

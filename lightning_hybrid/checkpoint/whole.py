@@ -8,6 +8,7 @@ does it.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import json
@@ -140,6 +141,12 @@ def why_not_whole(path: Any) -> str | None:
     if not fs.isdir(at):
         return _why_file_is_not_whole(fs, at)
     if not fs.exists(f"{at}/{MARKER}"):
+        if fs.glob(f"{glob.escape(at)}/*.safetensors"):
+            return (
+                "is a folder of safetensors, weights without a Trainer's state: build the model from it with"
+                " lightning_hybrid.load_safetensors, or make a checkpoint of it with `lightning-hybrid convert"
+                " SOURCE DESTINATION --to directory --weights_only`"
+            )
         return f"has no {MARKER}: saving it was interrupted, or another program wrote it"
     try:
         document = json.loads(fs.cat_file(f"{at}/{MARKER}"))

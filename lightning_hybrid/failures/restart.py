@@ -25,9 +25,16 @@ def prepare_for_restarts(trainer: Any) -> None:
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
+            callback.dirpath = _path_of_url(callback.dirpath)
             vars(callback)["_find_last_checkpoints"] = partial(_find_last, callback)
     connector = trainer._checkpoint_connector
     vars(connector)["resume_start"] = partial(_resume_start, connector)
+
+
+def _path_of_url(folder: Any) -> Any:
+    """Return the folder that was meant: Lightning (2.6) makes ``<working directory>/file:/x`` of ``file:///x``."""
+    meant = os.fspath(folder or "").partition(f"{os.sep}file:{os.sep}")[2]
+    return os.sep + meant if meant else folder
 
 
 def _find_last(callback: Any, trainer: Any) -> set[str]:

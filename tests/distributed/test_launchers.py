@@ -16,6 +16,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.multiprocessing import ProcessExitedException
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import Hybrid3DStrategy
@@ -126,6 +127,19 @@ def test_fork_hands_back_what_a_script_would_have(whole_norm: float, tmp_path: P
         trainer.save_checkpoint(tmp_path / "weights.ckpt")
     saved = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(value, saved[key]) for key, value in module.state_dict().items())
+    forget_environment()
+
+
+class Leave(L.Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        sys.exit(0)
+
+
+def test_a_forked_rank_that_leaves_is_not_waited_for() -> None:
+    strategy = Hybrid3DStrategy(1, 1, 2, archive=None, start_method="fork")
+    trainer = L.Trainer(devices=2, strategy=strategy, max_steps=5, callbacks=[Leave()], **QUIET)
+    with pytest.raises(ProcessExitedException, match="exit code 1"):
+        trainer.fit(make_module_of_script(), DataLoader(ROWS, batch_size=8))
     forget_environment()
 
 

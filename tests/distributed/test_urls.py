@@ -27,7 +27,8 @@ from tests.wandb_file import read_records
 def trainer_of(name: str, root: str, epochs: int, *, directory: bool, **options: Any) -> L.Trainer:
     degrees = LAYOUTS[name]
     strategy = Hybrid3DStrategy(**vars(degrees), archive=None, save_distributed_checkpoint=directory)
-    keep = ModelCheckpoint(filename="{epoch}-{val_loss:.4f}", monitor="val_loss", save_top_k=2, save_last=True)
+    folder = f"{root}/checkpoints" if root.startswith("file:") else None  # Lightning makes a relative path of it
+    keep = ModelCheckpoint(folder, "{epoch}-{val_loss:.4f}", monitor="val_loss", save_top_k=2, save_last=True)
     options = {"callbacks": [keep], "enable_checkpointing": True, "strategy": strategy, **options}
     return build_trainer("plain", root, devices=degrees.world_size, max_epochs=epochs, **options)
 

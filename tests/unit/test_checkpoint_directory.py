@@ -209,6 +209,13 @@ def test_a_directory_of_another_program_is_refused(tmp_path: Path) -> None:
         checkpoint_to_load(tmp_path / "a")
 
 
+def test_weights_of_hugging_face_are_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "[hf] model").mkdir()
+    (tmp_path / "[hf] model" / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"is a folder of safetensors.*load_safetensors.*convert"):
+        checkpoint_to_load(tmp_path / "[hf] model")
+
+
 def test_a_link_is_replaced_not_what_it_leads_to(tmp_path: Path) -> None:
     target = save(tmp_path / "step=2.ckpt", 2)
     (tmp_path / "last.ckpt").symlink_to("step=2.ckpt")
@@ -268,6 +275,14 @@ def test_load_from_checkpoint_reads_directories(tmp_path: Path) -> None:
     found = Lit.load_from_checkpoint(tmp_path / "a.ckpt")
     torch.testing.assert_close(found.state_dict(), module.state_dict(), rtol=0, atol=0)
     assert Lit.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu", width=3).hparams == {"width": 3}
+    save(tmp_path / "b.ckpt")
+    for wanted in (False, None):  # as Trainers with other strategies read it
+        whole = TorchCheckpointIO().load_checkpoint(tmp_path / "b.ckpt", weights_only=wanted)
+        assert type(whole["state_dict"]["bias"]) is torch.Tensor
+        assert whole["state_dict"]["embedding"] is whole["state_dict"]["head"]
+        moments, expected = (found["optimizer_states"][0]["state"][0] for found in (whole, content()))
+        assert type(moments["exp_avg"]) is torch.Tensor
+        assert torch.equal(moments["exp_avg"], expected["exp_avg"])
     os.remove(tmp_path / "a.ckpt" / "complete.json")
     with pytest.raises(CheckpointError, match=r"has no complete\.json"):
         Lit.load_from_checkpoint(tmp_path / "a.ckpt")
