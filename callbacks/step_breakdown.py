@@ -196,6 +196,7 @@ class StepBreakdown(Measurement):
                 layout=layout,
                 breakdowns=self.breakdowns,
                 num_microbatches=strategy.num_microbatches,
+                share_cores=strategy.root_device.type == "cpu" and layout.world_size > (os.cpu_count() or 1),
                 links=links_of(layout, self.breakdowns, messages),
             )
         )

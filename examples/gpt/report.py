@@ -54,7 +54,8 @@ def build_table(values: Mapping[str, float], *, num_devices: int, scaling: str) 
     def seconds(key: str) -> tuple[str, str]:
         return f"{1000 * values[key]:.0f} ms", f"{values[key] / step:.0%} of the step"
 
-    table = Table(title=f"One optimizer step, mean of {num_devices} ranks", title_justify="left", show_header=False)
+    title = f"One optimizer step, mean of {num_devices} ranks and the latest measured steps"
+    table = Table(title=title, title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column()

@@ -76,16 +76,17 @@ def main() -> None:
 
 def measure_one_device(folder: Path, num_steps: int = 30) -> None:
     """Leave an archive entry of a short run on one device, unless there is one: what scaling is measured against."""
-    entries = Archive(folder / "archive").known()
-    if find_baseline(entries, fingerprint_module(LitGPT()), detect_hardware(device_type(), num_devices=1)) is not None:
+    archive, hardware = Archive(folder / "archive"), detect_hardware(device_type(), num_devices=1)
+    if find_baseline(archive.known(), fingerprint_module(LitGPT()), hardware) is not None:
         return
     print(f"First {num_steps} steps on one device, to compare with ...", flush=True)
     command = [sys.executable, "-m", "examples.gpt.train", "--devices", "1"]
     command += ["--steps", str(num_steps), "--folder", str(folder)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
+    measured = find_baseline(archive.known(), fingerprint_module(LitGPT()), hardware)
+    if done.returncode or measured is None:
         sys.exit(done.stdout)
-    print(done.stdout.splitlines()[-1], flush=True)
+    print(f"One device: {measured.result.samples_per_second:.1f} samples/s, the mean over the run.", flush=True)
 
 
 def train(num_devices: int, num_steps: int, folder: Path) -> None:

@@ -63,18 +63,24 @@ def find_entry(wanted: Entry | str | os.PathLike[str] | dict[str, Any], archive:
         archive: Where ids and filters are looked up.
 
     Raises:
-        ArchiveError: if there is none.
-        TypeError: if a filter has an unknown field.
+        ArchiveError: if there is none, or a filter has an unknown field.
     """
     if isinstance(wanted, Entry):
         return wanted
     if isinstance(wanted, dict):
+        fields = Filter.__dataclass_fields__
+        if unknown := [name for name in wanted if name not in fields]:
+            raise ArchiveError(f"entries have no {', '.join(map(repr, unknown))}; a query may name {', '.join(fields)}")
         meant, known = Filter(**wanted), Archive(archive).known()
         rows = [row for row in known if row.is_good and meant(row)]
         for row in sorted(rows, key=lambda row: (row.samples_per_second or 0.0) / row.num_devices, reverse=True):
             if (entry := known.load(row)) is not None:
                 return entry
-        raise ArchiveError(f"no known-good entry of {Archive(archive)} has {wanted} ({len(known)} entries in all)")
+        models = ", ".join(sorted({row.model_class for row in known if row.is_good})) or "none"
+        raise ArchiveError(
+            f"no known-good entry of {Archive(archive)} has {wanted} ({len(known)} entries in all; models of those that"
+            f" are known to work: {models})"
+        )
     name = os.fspath(wanted)
     if name.endswith(".json"):
         read = next(iter(read_entries(name)))

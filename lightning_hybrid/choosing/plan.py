@@ -264,7 +264,7 @@ def _described(ranked: list[Plan], profile: ModelProfile, cluster: Cluster, aske
         memory_bytes=best.estimate.peak_memory,
         parts=dict(best.estimate.parts),
         factors=dict(cluster.factors),
-        runner_up=None if runner_up is None else describe(runner_up),
+        runner_up=None if runner_up is None else _beside(runner_up, layout),
     )
     lines = [
         f"degrees: {describe(layout)}, planned for {profile.num_parameters / 1e6:,.4g} M parameters on"
@@ -302,7 +302,13 @@ def _runner_up(ranked: list[Plan]) -> list[str]:
         why = (
             f"{its / rate - 1:.0%} more samples/s by estimate, within its error, but more kinds of exchanges or remarks"
         )
-    return [f"  runner-up: {describe(other.setup.layout)}, {why}"]
+    return [f"  runner-up: {_beside(other.setup.layout, best.setup.layout)}, {why}"]
+
+
+def _beside(other: Layout, best: Layout) -> str:
+    """What the degrees are called, so that they are told from others with the same sizes."""
+    is_same = str(other) == str(best) and other.replicate_size == 1
+    return f"{other} (in shards over {other.shard_size} ranks)" if is_same else describe(other)
 
 
 def _parts(made: Plan) -> str:

@@ -85,6 +85,8 @@ class Figures:
     """Of a step, by global rank."""
     num_microbatches: int | None = None
     """Of one ``training_step``."""
+    share_cores: bool = False
+    """Whether ranks are processes that wait for each other's cores, so that none is slow by itself."""
     links: Sequence[Link] = ()
     here: BatchAndRate | None = None
     """This run's."""
@@ -181,6 +183,8 @@ def slow_rank(figures: Figures) -> Advice | None:
     """One rank needs longer than others that have the same work."""
     layout, compute = figures.layout, [breakdown.seconds["compute"] for breakdown in figures.breakdowns]
     worst: tuple[float, int, float] | None = None
+    if figures.share_cores:
+        return None
     for stage in range(layout.pipeline_parallel_size if compute else 0):
         peers = [rank for rank in range(layout.world_size) if layout.coordinate(rank).pipeline == stage]
         for rank in peers if len(peers) > 1 else ():
@@ -250,13 +254,13 @@ def batch_without_rate(figures: Figures) -> Advice | None:
     same_rate = math.isclose(here.learning_rate, before.learning_rate, rel_tol=SAME)
     if math.isclose(growth, 1.0, rel_tol=SAME) or not same_rate or here.optimizer != before.optimizer:
         return None
-    linear, root = before.learning_rate * growth, before.learning_rate * math.sqrt(growth)
     return Advice(
         "batch and rate",
         f"The global batch is {here.global_batch_size:g} samples where entry {before.entry} of the archive had"
-        f" {before.global_batch_size:g}, and the learning rate is still {here.learning_rate:g}: the two belong"
-        f" together. Usual are {root:.3g} for Adam and its kind (by the square root of the batch) or {linear:.3g} for"
-        " SGD (in proportion); or keep the batch, by the loader's batch_size or accumulate_grad_batches.",
+        f" {before.global_batch_size:g}, and the learning rate still begins at {here.learning_rate:g}: the"
+        f" two belong together. Usual is to multiply it, also a schedule's highest, by {math.sqrt(growth):.3g} for Adam"
+        f" and its kind (by the square root of the batch) or by {growth:.3g} for SGD (in proportion); or keep the"
+        " batch, by the loader's batch_size or accumulate_grad_batches.",
         is_certain=True,
     )
 

@@ -186,7 +186,8 @@ class Cluster:
         return -(-self.num_devices // self.per_node)
 
     def __str__(self) -> str:
-        text = f"{self.num_devices} x {self.gpu.name}, {self.per_node} a node, {self.link:.0f} GB/s within"
+        link = f"{self.link:.0f}" if self.link >= 10 else f"{self.link:.2g}"
+        text = f"{self.num_devices} x {self.gpu.name}, {self.per_node} a node, {link} GB/s within"
         if self.num_nodes > 1:
             text += f", {self.network * 8:.0f} Gbit/s between nodes"
         return text + ("" if self.measured is None else "; links measured")

@@ -83,11 +83,10 @@ class Advice:
 
 def _heads(profile: ModelProfile, cluster: Cluster, setup: Setup) -> str | None:
     tensor = setup.layout.tensor_parallel_size
-    if profile.num_heads % tensor or profile.num_kv_heads % tensor:
-        return (
-            f"tensor {tensor} does not divide {profile.num_heads} heads and {profile.num_kv_heads} key and value heads"
-        )
-    return None
+    heads = {f"{profile.num_heads} heads": profile.num_heads}
+    heads[f"{profile.num_kv_heads} key and value heads"] = profile.num_kv_heads
+    undivided = [words for words, number in heads.items() if number % tensor]
+    return f"tensor {tensor} does not divide {' and '.join(undivided)}" if undivided else None
 
 
 def _within_node(profile: ModelProfile, cluster: Cluster, setup: Setup) -> str | None:
@@ -140,7 +139,10 @@ def _quiet(profile: ModelProfile, cluster: Cluster, found: Estimate) -> str | No
     share = sum(parts.values()) / found.seconds
     if share < LOUD:
         return None
-    return f"{share:.0%} of the step is communication and waiting, most of it {loudest}: change {_AXES[loudest]}"
+    change = "change " + _AXES[loudest]
+    if loudest == "data" and found.setup.shards == 1:
+        change = "accumulate_grad_batches, or more samples a rank, make its exchanges rarer"
+    return f"{share:.0%} of the step is communication and waiting, most of it {loudest}: {change}"
 
 
 def _slow_links(profile: ModelProfile, cluster: Cluster, found: Estimate) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
@@ -99,8 +100,18 @@ class Verify(Callback):
             self._whole, self._left = None, 0
         if refusal:
             raise VerificationError(refusal)
+        if not self._left and not self.why_not and trainer.is_global_zero:
+            self._say_equal()
         if self.why_not and trainer.is_global_zero:
             _log.warning("Verify has compared nothing: %s.", self.why_not)
+
+    def _say_equal(self) -> None:
+        loss, norm = (self.compared[-1][name][0] for name in ("loss", "grad_norm"))
+        steps = "optimizer step" if len(self.compared) == 1 else f"{len(self.compared)} optimizer steps"
+        rank_zero_info(
+            f"lightning_hybrid: verified: the first {steps} equal one process (the last one's loss {loss:.6g}, gradient"
+            f" norm {norm:.6g})"
+        )
 
     def _of_all_data_ranks(self, trainer: Trainer) -> list[list[tuple[Any, int]]]:
         """By data rank what it has read since the last step: of those whose gradients are averaged with rank 0's.

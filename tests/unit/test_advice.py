@@ -74,6 +74,7 @@ def test_a_slow_rank_is_named_with_its_coordinate() -> None:
     (text,) = said(Figures(layout=CUBE, breakdowns=ranks)).values()
     assert text.startswith("Rank 5 (pipeline 1, data 0, tensor 1) computes 1.20 times as long")
     assert "200 ms more" in text
+    assert said(Figures(layout=CUBE, breakdowns=ranks, share_cores=True)) == {}
     ranks[5] = step(compute=1.14, communication_data_shard=0.06)
     assert said(Figures(layout=CUBE, breakdowns=ranks)) == {}
 
@@ -147,7 +148,7 @@ def test_a_changed_batch_without_the_learning_rate(here: BatchAndRate | None, ap
     assert bool(found) == applies
     if applies:
         assert "64 samples where entry run-7 of the archive had 16" in found[0].text
-        assert "0.002 for Adam" in found[0].text and "0.004 for SGD" in found[0].text
+        assert "by 2 for Adam" in found[0].text and "by 4 for SGD" in found[0].text
     assert give_advice(Figures(here=here)) == []
 
 

@@ -146,7 +146,7 @@ def test_another_batch_with_the_same_rate_is_said_once(tmp_path: Path, caplog: p
         trainer_with(tmp_path, archive, accumulate_grad_batches=accumulate).fit(Tiny())
         assert caplog.text.count("Advice: The global batch is 16 samples where entry") == advice
         assert caplog.text.count("Advice") == advice
-    assert "had 4, and the learning rate is still 0.01" in caplog.text
+    assert "had 4, and the learning rate still begins at 0.01" in caplog.text
 
 
 def test_another_module_has_another_fingerprint(tmp_path: Path) -> None:
