@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid.errors import UnsupportedError
+from lightning_hybrid.measuring.unprofiled import unprofiled
 
 __all__ = ["Lockstep"]
 
@@ -217,7 +218,8 @@ class Lockstep:
             [id(p) in self._used for p in everything], dtype=torch.uint8, pin_memory=device.type != "cpu"
         )
         shared = mine.to(device, non_blocking=True)  # to look at it, or to copy it at once, would be to wait
-        with torch.profiler.record_function("FSDP::unused_parameters"):  # tells whose communication it is
+        # hardly anybody waits for it in this step; the mark tells whose communication it is
+        with torch.profiler.record_function("FSDP::unused_parameters"), unprofiled(self._group):
             work = dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group, async_op=True)
         lacking = [p for p in self._born if id(p) not in self._used]
         if lacking:

@@ -42,15 +42,15 @@ class Averager:
 
         A sum of ``n`` numbers in bf16 is rounded at most ``2 n - 1`` times by ``2**-8`` of what is rounded.
         """
-        self._group, self.device, self._dtype = group, device, dtype
+        self.group, self.device, self._dtype = group, device, dtype
 
     def start(self, tensors: Sequence[Tensor]) -> Running:
         """Begin to average tensors of one dtype, of equal shapes on all ranks. A collective that runs beside others."""
         wide = torch.float32 if tensors[0].element_size() < 4 else tensors[0].dtype
         dtype = self._dtype or wide
         flat = torch.cat([tensor.detach().reshape(-1).to(self.device, dtype) for tensor in tensors])
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        return Running(flat, work, [tensor.shape for tensor in tensors], dist.get_world_size(self._group))
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        return Running(flat, work, [tensor.shape for tensor in tensors], dist.get_world_size(self.group))
 
 
 def buckets_of(tensors: Mapping[str, Tensor], alone: AbstractSet[str]) -> Iterator[list[str]]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.data_parallel.buffers import SharedBuffers
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
+from lightning_hybrid.measuring.unprofiled import unprofiled
 from lightning_hybrid.planner.replicas import propose_replica_sync
 from lightning_hybrid.replicas.exchange import Averager, Running, buckets_of
 from lightning_hybrid.replicas.options import EVENTS, ReplicaSync
@@ -261,7 +262,8 @@ class Replicas:
 
     def _start(self, fragment: int) -> None:
         """Send a fragment off; its result is used later."""
-        self._running[fragment] = list(self._sent(fragment))
+        with unprofiled(self._averager.group):
+            self._running[fragment] = list(self._sent(fragment))
 
     def _sent(self, fragment: int) -> Iterator[tuple[list[str], Running]]:
         """Send a fragment piece by piece: what is made for a piece is free before the next, if it is waited for."""
