@@ -68,6 +68,15 @@ def live() -> dict[int, int]:
     return found
 
 
+def settled() -> int:
+    """Bytes, once threads of an earlier ``fit`` have let go of what is its own."""
+    found = [sum(live().values())]
+    while len(found) < 5 or len(set(found[-5:])) > 1:
+        time.sleep(0.05)
+        found.append(sum(live().values()))
+    return found[-1]
+
+
 class Watch(L.Callback):
     """Notes bytes and numbers of live memory after each step, with the gradients still there."""
 
@@ -103,7 +112,7 @@ def fit(
     **options: Any,
 ) -> dict[str, Any]:
     """Train, and return the bytes alive after each step (beside what was before), and what a share of them is."""
-    before = sum(live().values())
+    before = settled()
     strategy = Hybrid3DStrategy(
         data_parallel_size=data, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, archive=None, **options
     )

@@ -117,7 +117,7 @@ def script(tmp_path: Path) -> Path:
 def agent(script: Path, port: int, name: str) -> subprocess.Popen[str]:
     """The command of docs/restart.md for several nodes, on this machine and more impatient."""
     text = (ROOT / "docs/restart.md").read_text()
-    command = re.findall(r"^torchrun (--nnodes.*) train.py$", text, re.M)[0]
+    variable, command = re.findall(r"^(TORCH_\w+=1) torchrun (--nnodes.*) train.py$", text, re.M)[0]
     for old, new in {"=2:4": "=1:2", "=8": "=1", "node0:29500": f"127.0.0.1:{port}"}.items():
         assert old in command
         command = command.replace(old, new)
@@ -127,7 +127,13 @@ def agent(script: Path, port: int, name: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *command.split(), *impatient.split(), str(script)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                **dict([variable.split("=")]),
+                "PYTHONPATH": str(ROOT),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+            },
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,

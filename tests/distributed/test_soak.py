@@ -23,7 +23,9 @@ def counts_of_fits(rank: int, sabotage: bool = False) -> tuple[list[soak.Counts]
 def test_nothing_is_left_of_earlier_fits() -> None:
     for (before, after), modules in run_ranks(2, counts_of_fits):
         assert modules == 0
-        assert (after.descriptors, after.threads, after.groups) == (before.descriptors, before.threads, before.groups)
+        assert after.groups == before.groups
+        # a thread of an earlier fit, with its two descriptors, may take a moment to end
+        assert after.descriptors <= before.descriptors and after.threads <= before.threads
         assert after.tensors <= before.tensors
 
 
