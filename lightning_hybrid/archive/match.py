@@ -101,7 +101,8 @@ def _candidates(
     rows: Known, fingerprint: Fingerprint, hardware: Hardware, num_devices: int
 ) -> list[tuple[Row, Layout]]:
     """Rows that are known to work, with their degrees for ``num_devices``."""
-    alike = [row for row in rows if _same_hardware(row, hardware) and _similar(row, fingerprint)]  # most are not
+    device, kind = hardware.device, hardware.kind  # most rows are of others: one call less for each
+    alike = [row for row in rows if row.kind == kind and row.device == device and _similar(row, fingerprint)]
     failed = set(_failed_rows(alike, fingerprint, hardware))
     max_stages = math.inf if fingerprint.num_blocks is None else fingerprint.num_blocks
     rescaled: dict[Layout, Layout | None] = {}

@@ -124,7 +124,7 @@ def read_index(data: bytes) -> tuple[dict[str, tuple[str, Row | str]], int]:
     """Return ``{name: (key, row or why it is no entry)}`` of an index's whole lines, and how many lines it has."""
     lines = data.split(b"\n")
     crc32 = zlib.crc32
-    whole = [line[9:] for line in lines if line[:8] == b"%08x" % crc32(line[9:])]
+    whole = [rest for line in lines if line[:8] == b"%08x" % crc32(rest := line[9:])]
     try:
         rows = json.loads(b"[" + b",".join(whole) + b"]")
         make = Row._make

@@ -362,7 +362,7 @@ def _scan(folder: str) -> list[_Document]:
     with os.scandir(folder) as files:
         for file in files:
             base = file.name
-            if _may_be_entry(base):
+            if base[-5:] == ".json" and base[0] != ".":  # _may_be_entry, without a call
                 try:
                     state = file.stat()
                 except FileNotFoundError:  # a link to nowhere, or removed since
