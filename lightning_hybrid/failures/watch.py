@@ -332,7 +332,7 @@ def start_watch(strategy: Any) -> Watch | None:
     if (number := dist.get_world_size()) == 1:
         return None
     rank, hub, address = dist.get_rank(), None, None
-    place = functools.partial(_place_of, strategy)
+    place = functools.partial(_place_of, weakref.ref(strategy))  # threads end a moment after the run, its model sooner
     if rank == 0:
         timeout = strategy.settings.timeout
         seconds = None if timeout is None else timeout.total_seconds()
@@ -388,8 +388,9 @@ def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _place_of(strategy: Any, rank: int) -> str:
-    layout = strategy.choice.layout
+def _place_of(strategy: weakref.ref[Any], rank: int) -> str:
+    found = strategy()
+    layout = None if found is None else found.choice.layout
     if layout is None:
         return "before the degrees are known"
     at = layout.coordinate(rank)
