@@ -368,7 +368,7 @@ def _scan(folder: str) -> list[_Document]:
                 except FileNotFoundError:  # a link to nowhere, or removed since
                     continue
                 is_file = stat.S_IFMT(state.st_mode) == regular
-                found.append(_Document(f"{folder}/{base}", base, state.st_size, is_file, _key(state)))
+                found.append(_Document(file.path, base, state.st_size, is_file, _key(state)))
     return found
 
 
