@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -44,11 +45,12 @@ def check_rank_variables(
 
 
 def _integer(name: str, value: str) -> int:
-    if not value.strip().lstrip("+-").isdecimal() or int(value) < _LEAST[name]:
-        raise ConfigurationError(
-            f"The environment variable {name}={value!r} must be an integer of at least {_LEAST[name]}."
-        )
-    return int(value)
+    with contextlib.suppress(ValueError):
+        if (number := int(value)) >= _LEAST[name]:
+            return number
+    raise ConfigurationError(
+        f"The environment variable {name}={value!r} must be an integer of at least {_LEAST[name]}."
+    )
 
 
 def _check_place(numbers: Mapping[str, int], num_devices: int, num_nodes: int) -> None:

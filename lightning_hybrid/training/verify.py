@@ -107,10 +107,10 @@ class Verify(Callback):
 
     def _say_equal(self) -> None:
         loss, norm = (self.compared[-1][name][0] for name in ("loss", "grad_norm"))
-        steps = "optimizer step" if len(self.compared) == 1 else f"{len(self.compared)} optimizer steps"
+        count = len(self.compared)
+        steps = "optimizer step equals" if count == 1 else f"{count} optimizer steps equal"
         rank_zero_info(
-            f"lightning_hybrid: verified: the first {steps} equal one process (the last one's loss {loss:.6g}, gradient"
-            f" norm {norm:.6g})"
+            f"lightning_hybrid: verified: the first {steps} one process (loss {loss:.6g}, gradient norm {norm:.6g})"
         )
 
     def _of_all_data_ranks(self, trainer: Trainer) -> list[list[tuple[Any, int]]]:

@@ -48,12 +48,15 @@ def train(rank: int, triple: tuple[int, int, int], verify: bool, sabotage: bool 
 
 
 @pytest.mark.parametrize("triple", TRIPLES, ids=str)
-def test_right_steps_are_let_through_without_a_trace(triple: tuple[int, int, int]) -> None:
+def test_right_steps_are_let_through_without_a_trace(
+    triple: tuple[int, int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
     (first, compared), *_ = run_ranks(math.prod(triple), train, triple, True)
     assert len(compared) == 2
     for values in compared:
         for name in ("loss", "grad_norm"):
             assert values[name][0] == pytest.approx(values[name][1], rel=1e-5)
+    assert capfd.readouterr().out.count("verified: the first 2 optimizer steps equal one process") == 1
     if triple == TRIPLES[0]:
         assert first == run_ranks(math.prod(triple), train, triple, False)[0][0]
 

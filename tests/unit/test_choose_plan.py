@@ -18,7 +18,7 @@ from lightning_hybrid.batches.randomness import is_same_state, random_state
 from lightning_hybrid.choosing import choose as choose_layouts
 from lightning_hybrid.choosing import plan as choose_plan
 from lightning_hybrid.choosing.logged import chosen_values, remark_on_failure
-from lightning_hybrid.choosing.plan import PlanChoice, choose_by_plan
+from lightning_hybrid.choosing.plan import PlanChoice, _beside, choose_by_plan
 from lightning_hybrid.choosing.run_facts import BatchFacts, batch_facts, cluster_here, whole_model
 from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.layout import Layout
@@ -230,3 +230,11 @@ def test_the_host_s_ranks_share_its_cores() -> None:
     assert cluster.seats is not None
     assert 1 <= cluster.seats <= 1024
     assert cluster.gpu.tflops["fp32"] > 1e-3
+
+
+def test_a_runner_up_with_the_same_sizes_is_told_apart() -> None:
+    replicas = Layout(data_parallel_size=2, replicate_size=2)
+    shards = Layout(data_parallel_size=2)
+    assert _beside(shards, replicas) == "data 2 x tensor 1 x pipeline 1 (in shards over 2 ranks)"
+    assert _beside(replicas, shards) == "data 2 x tensor 1 x pipeline 1 (in 2 replicas)"
+    assert _beside(Layout(pipeline_parallel_size=2), shards) == "data 1 x tensor 1 x pipeline 2"

@@ -51,6 +51,13 @@ def test_what_is_meant(url: str, wanted: Any, expected: Any) -> None:
     assert (strategy.choice.spec.name, strategy.tp_plan) == ("1F1B", {"*.up": "colwise"})
 
 
+def test_a_query_is_told_what_there_is(url: str) -> None:
+    with pytest.raises(ArchiveError, match=r"no 'modle'; a query may name model, status"):
+        Hybrid3DStrategy.from_archive({"modle": "GPT"}, url)
+    with pytest.raises(ArchiveError, match=r"known to work: GPT\)"):
+        Hybrid3DStrategy.from_archive({"model": "BERT"}, url)
+
+
 def test_a_document_s_path_and_arguments_of_one_s_own(url: str) -> None:
     strategy = Hybrid3DStrategy.from_archive(f"{url}/slow.json", url, tp_plan={"*.down": "rowwise"}, schedule="GPipe")
     assert (strategy.choice.spec.name, strategy.tp_plan) == ("GPipe", {"*.down": "rowwise"})

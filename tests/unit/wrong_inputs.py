@@ -293,6 +293,7 @@ _ENVIRONMENT: list[Input] = [
         for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT")
         for value in ("", "first", "-1", "1.5")
     ],
+    ("environment", ({"WORLD_SIZE": "+-2"},), ("WORLD_SIZE='+-2'", "an integer of at least 1")),
     ("environment", ({"WORLD_SIZE": "0"},), ("WORLD_SIZE='0'", "at least 1")),
     ("environment", ({"MASTER_PORT": "0"},), ("MASTER_PORT='0'", "at least 1")),
     ("environment", ({"MASTER_PORT": "99999"},), ("MASTER_PORT=99999", "65535")),
