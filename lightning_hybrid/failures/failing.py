@@ -18,8 +18,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitE
 from lightning_hybrid.choosing.logged import remark_on_failure
 from lightning_hybrid.failures.failure import PeerFailedError
 from lightning_hybrid.failures.watch import add_note
+from lightning_hybrid.failures.watch_hub import exit_status
 
-__all__ = ["failing_together", "kill_all", "run_together", "watch_children"]
+__all__ = ["exit_codes", "failing_together", "kill_all", "run_together", "watch_children"]
 
 #: Seconds between the end of the rank that failed first and of those that follow: launchers report who ends first.
 AFTERWARDS = 0.5
@@ -98,7 +99,7 @@ def watch_children(processes: list[subprocess.Popen[Any]], trainer: Any) -> None
 def _watch(processes: list[subprocess.Popen[Any]], trainer: Any) -> None:
     while True:
         time.sleep(0.2)
-        codes = [process.poll() for process in processes]
+        codes = exit_codes(processes)
         if failed := [(rank, code) for rank, code in enumerate(codes, start=1) if code]:
             break
         if all(code == 0 for code in codes):
@@ -113,6 +114,15 @@ def _watch(processes: list[subprocess.Popen[Any]], trainer: Any) -> None:
         sys.stderr.flush()
     kill_all(processes)
     os._exit(1)
+
+
+def exit_codes(processes: list[subprocess.Popen[Any]]) -> list[int | None]:
+    """Return exit codes (``None``: still running), and leave them to be seen by the hub, which names the signal."""
+    statuses = [exit_status(process.pid) if process.returncode is None else None for process in processes]
+    return [
+        process.returncode if status is None else os.waitstatus_to_exitcode(status)
+        for process, status in zip(processes, statuses, strict=True)
+    ]
 
 
 def kill_all(processes: list[subprocess.Popen[Any]]) -> None:

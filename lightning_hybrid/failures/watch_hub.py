@@ -25,7 +25,7 @@ from typing import Any
 from lightning_hybrid.failures.failure import Failure, Status
 from lightning_hybrid.failures.meeting import Meetings
 
-__all__ = ["LOST", "MOST_BYTES", "Hub", "Wire", "how_it_ended", "keep_alive", "of_lost"]
+__all__ = ["LOST", "MOST_BYTES", "Hub", "Wire", "exit_status", "how_it_ended", "keep_alive", "of_lost"]
 
 MOST_BYTES = 1 << 20
 LOST = "the connection to it was lost: its process has ended, or its machine cannot be reached"
@@ -319,7 +319,7 @@ def how_it_ended(pid: int, seconds: float = 1.0) -> str:
     """Return how a process of this machine ended, as far as can be seen; empty if it cannot."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        status = _exit_status(pid)
+        status = exit_status(pid)
         if status is None and not os.path.exists(f"/proc/{pid}"):
             return "its process ended in the middle of the run"
         if status is not None:
@@ -328,7 +328,7 @@ def how_it_ended(pid: int, seconds: float = 1.0) -> str:
     return f"its connections broke, but its process {pid} is still there"
 
 
-def _exit_status(pid: int) -> int | None:
+def exit_status(pid: int) -> int | None:
     """The wait status of a process that has ended and is not waited for yet; it is left so."""
     with contextlib.suppress(ChildProcessError, OSError):
         if (found := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:

@@ -141,7 +141,10 @@ def _slice(
 
 
 def _arrows(ranks: Sequence[RankTrace], origin: float) -> list[dict[str, Any]]:
-    """Return arrows between ranks: forwards to the next stage's, backwards to that of the stage before."""
+    """Return arrows between ranks: forwards to the next stage's, backwards to that of the stage before.
+
+    A message leaves a little before its action's box ends: on a busy machine the receiver may begin before that.
+    """
     actions = {
         (rank.data, rank.tensor, number, "B" if mark.kind == "I" else mark.kind, mark.stage, mark.microbatch): (
             rank,
@@ -159,7 +162,8 @@ def _arrows(ranks: Sequence[RankTrace], origin: float) -> list[dict[str, Any]]:
         if after is None or after[0] is rank:
             continue
         about = {"cat": "message", "name": "message", "id": len(found) // 2 + 1}
-        leaves = round(1e6 * (mark.end - origin) - 0.001, 3)  # within the box
+        left = max(mark.start, min(mark.end, after[1].start))
+        leaves = round(1e6 * (left - origin) - 0.001, 3)  # within the box
         arrives = round(1e6 * (after[1].start - origin), 3)
         found.append({"ph": "s", "pid": rank.rank, "tid": _STEP, "ts": leaves, **about})
         found.append({"ph": "f", "bp": "e", "pid": after[0].rank, "tid": _STEP, "ts": arrives, **about})

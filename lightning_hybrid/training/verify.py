@@ -27,10 +27,11 @@ class Verify(Callback):
     """Runs the first steps on global rank 0 once more, with the whole module and all data ranks' batches.
 
     Before the first ``num_steps`` optimizer steps the loss and the norm of the whole gradient are compared with
-    those of one process on the same weights and batches (the mean over data ranks, as with ``ddp``). If they differ,
-    all ranks raise :class:`~lightning_hybrid.errors.VerificationError`, and no weight has been changed by that step.
-    Weights, random states and the order of data stay as they are. For one step rank 0 needs the memory of the whole
-    module, its gradients and the activations of one batch, and all others wait.
+    those of one process on the same weights and batches (the mean over data ranks, as with ``ddp``; with
+    ``replica_sync`` every few steps: replica 0 alone, on its own batches). If they differ, all ranks raise
+    :class:`~lightning_hybrid.errors.VerificationError`, and no weight has been changed by that step. Weights, random
+    states and the order of data stay as they are. For one step rank 0 needs the memory of the whole module, its
+    gradients and the activations of one batch, and all others wait.
 
     Not compared, with one line that says so: steps that draw random numbers (dropout: their masks differ), manual
     optimization, modules that rank 0 cannot hold or copy.
@@ -101,17 +102,18 @@ class Verify(Callback):
         if refusal:
             raise VerificationError(refusal)
         if not self._left and not self.why_not and trainer.is_global_zero:
-            self._say_equal()
+            self._say_equal(trainer.strategy)
         if self.why_not and trainer.is_global_zero:
             _log.warning("Verify has compared nothing: %s.", self.why_not)
 
-    def _say_equal(self) -> None:
+    def _say_equal(self, strategy: Any) -> None:
         loss, norm = (self.compared[-1][name][0] for name in ("loss", "grad_norm"))
-        count = len(self.compared)
-        steps = "optimizer step equals" if count == 1 else f"{count} optimizer steps equal"
-        rank_zero_info(
-            f"lightning_hybrid: verified: the first {steps} one process (loss {loss:.6g}, gradient norm {norm:.6g})"
-        )
+        count, figures = len(self.compared), f"loss {loss:.6g}, gradient norm {norm:.6g}"
+        steps, verb = ("optimizer step", "equals") if count == 1 else (f"{count} optimizer steps", "equal")
+        settings = getattr(strategy, "settings", None)
+        alone = settings is not None and not settings.replica_sync.is_every_step
+        of, rest = (" of replica 0", "; the other replicas were not compared") if alone else ("", "")
+        rank_zero_info(f"lightning_hybrid: verified: the first {steps}{of} {verb} one process ({figures}){rest}")
 
     def _of_all_data_ranks(self, trainer: Trainer) -> list[list[tuple[Any, int]]]:
         """By data rank what it has read since the last step: of those whose gradients are averaged with rank 0's.

@@ -263,7 +263,7 @@ def test_every_axis_has_its_communication_and_the_parts_add_up(run_ranks: Ranks,
     sent = {event["id"]: event["ts"] for event in events if event["ph"] == "s"}
     received = {event["id"]: event["ts"] for event in events if event["ph"] == "f"}
     assert sent.keys() == received.keys() and len(sent) == 4 * 4 * 2
-    assert all(received[number] > sent[number] - 2000 for number in sent)  # microseconds; clocks agree to fewer
+    assert all(received[number] > sent[number] for number in sent)
 
 
 # ---- a pipeline that only sleeps ------------------------------------------------------------------------------------

@@ -61,6 +61,23 @@ def test_right_steps_are_let_through_without_a_trace(
         assert first == run_ranks(math.prod(triple), train, triple, False)[0][0]
 
 
+def train_replicas(rank: int) -> Any:
+    L.seed_everything(0, verbose=False)
+    strategy = Hybrid3DStrategy(2, replicate_size=2, replica_sync=3, archive=None, verify=True)
+    trainer = L.Trainer(devices=2, strategy=strategy, max_steps=2, **QUIET)
+    trainer.fit(SGDGPT(num_blocks=2, width=16, num_heads=4, context_length=16), DataLoader(ROWS, batch_size=4))
+    (callback,) = (one for one in trainer.callbacks if isinstance(one, Verify))
+    return callback.compared
+
+
+def test_of_replicas_that_differ_the_first_is_compared(capfd: pytest.CaptureFixture[str]) -> None:
+    (values,) = run_ranks(2, train_replicas)[0]
+    assert values["grad_norm"][0] == pytest.approx(values["grad_norm"][1], rel=1e-5)
+    out = capfd.readouterr().out
+    assert "the first optimizer step of replica 0 equals one process" in out
+    assert "the other replicas were not compared" in out
+
+
 def refused(rank: int, triple: tuple[int, int, int]) -> str:
     with pytest.raises(VerificationError) as caught:
         train(rank, triple, True, sabotage=True)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 
 from lightning_hybrid.checkpoint.directory import on_first
 from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.failures.failing import exit_codes
 from lightning_hybrid.failures.failure import Failure, is_consequence
+from lightning_hybrid.failures.watch_hub import how_it_ended
 
 GLOO = "[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:3"
 
@@ -48,3 +56,20 @@ def test_a_file_that_is_cut_off_speaks_of_the_disk(tmp_path: object) -> None:
 
     with pytest.raises(CheckpointError, match=r"unexpected pos.*a full disk \([\d.e+]+ GB are free\)"):
         on_first(save, f"{tmp_path}/x.ckpt")
+
+
+def test_looking_at_children_leaves_their_end_to_be_named() -> None:
+    asleep, gone = (subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2))
+    try:
+        assert exit_codes([asleep, gone]) == [None, None]
+        os.kill(gone.pid, signal.SIGKILL)
+        end = time.monotonic() + 10
+        while exit_codes([gone]) == [None] and time.monotonic() < end:
+            time.sleep(0.01)
+        assert exit_codes([asleep, gone]) == [None, -signal.SIGKILL]
+        assert "SIGKILL" in how_it_ended(gone.pid)
+        gone.wait()
+        assert exit_codes([gone]) == [-signal.SIGKILL]
+    finally:
+        asleep.kill()
+        asleep.wait()
