@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_hybrid.errors import ConfigurationError, ProbeError, VerificationError
+from lightning_hybrid.errors import ConfigurationError, HybridError, ProbeError, VerificationError
 from lightning_hybrid.machine.local_ranks import run_here
 from lightning_hybrid.strategy import Hybrid3DStrategy
 from lightning_hybrid.training.verify import Verify
@@ -50,12 +50,13 @@ def check(
     Raises:
         VerificationError: if a step differs, or could not be compared; the message says why.
         ConfigurationError: for arguments that cannot work.
+        HybridError: any other refusal of this library, as ``Trainer.fit`` would raise it.
         ProbeError: if a process fails for another reason, with its traceback.
     """
     if type(num_devices) is not int or num_devices < 1:
         raise ConfigurationError(f"num_devices={num_devices!r} must be an integer of at least 1.")
     Verify(num_steps, tolerance=tolerance)
-    Hybrid3DStrategy(**{"archive": None, **arguments})
+    Hybrid3DStrategy(**{"archive": None, **arguments}).choice.resolve(num_devices)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -63,8 +64,8 @@ def check(
     try:
         compared, why_not = run_here(num_devices, run, timeout=timeout)
     except ProbeError as error:
-        if "VerificationError:" in str(error).splitlines()[0]:
-            raise VerificationError(str(error).splitlines()[0].partition("VerificationError: ")[2]) from None
+        if isinstance(error.__cause__, HybridError):
+            raise error.__cause__ from None
         raise
     if len(compared) < num_steps:
         raise VerificationError(f"{len(compared)} of {num_steps} steps could be compared: {why_not or 'no more data'}.")

@@ -16,6 +16,7 @@ from lightning_hybrid.commands.probe import doctor_command, probe_command
 from lightning_hybrid.commands.report import report_command
 from lightning_hybrid.commands.schedule import schedule_command
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.strategy import Hybrid3DStrategy
 
 __all__ = ["convert_command", "main"]
 
@@ -57,9 +58,7 @@ def _build_parser() -> ArgumentParser:
     convert.add_function_arguments(convert_command, as_group=False, as_positional=True, skip=set(flags))
     convert.add_argument("--weights_only", action="store_true", help="Leave out everything but the weights.")
     convert.add_argument("--trusted", action="store_true", help="Read objects of any class; that can run code.")
-    check = ArgumentParser(description=_CHECK)
-    check.add_function_arguments(check_command, as_group=False, as_positional=True)
-    groups.add_subcommand("check", check, help=_CHECK)
+    groups.add_subcommand("check", _check_parser(), help=_CHECK)
     groups.add_subcommand("plan", _plan_parser(), help=_PLAN)
     groups.add_subcommand(
         "probe", _flags_parser(_PROBE, probe_command, quick="Fewer sizes and repetitions."), help=_PROBE
@@ -99,6 +98,13 @@ def _drawing_parser(function: Callable[..., None], positional: str, text: str) -
         parser.add_argument(positional, type=str, nargs="?", default=default, help=about)
     parser.add_argument("-o", "--output", type=str | None, default=signature(function).parameters["output"].default)
     parser.add_function_arguments(function, as_group=False, skip={positional, "output"})
+    return parser
+
+
+def _check_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=_CHECK)
+    parser.add_function_arguments(check_command, as_group=False, as_positional=True)
+    parser.add_class_arguments(Hybrid3DStrategy, skip=_NOT_CHECKED)
     return parser
 
 
@@ -162,6 +168,11 @@ _COMMANDS: dict[str, Callable[..., object]] = {
     "probe": probe_command,
     "report": report_command,
     "schedule": schedule_command,
+}
+#: What says nothing of whether a step is right, or takes objects.
+_NOT_CHECKED = {
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    *("archive", "tune", "verify", "save_distributed_checkpoint", "start_method", "process_group_backend", "timeout"),
 }
 _ARGUMENTS = {
     "source": "An archive (folder or fsspec URL), an entry's file, or an entry's id; by default the folder archive.",

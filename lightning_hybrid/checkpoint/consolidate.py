@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.partial_states import state_of_part
-from lightning_hybrid.checkpoint.shares import collect, leave_in_place, share_of
+from lightning_hybrid.checkpoint.shares import collect, leave_in_place, load_share, share_of
 from lightning_hybrid.checkpoint.tensors import Elsewhere, Share
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.tensor_parallel.collectives import JoinedRows
@@ -239,7 +239,7 @@ def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
         if own.is_meta:
             state_dict[prefix + name] = torch.empty_like(value, device="meta")
         elif isinstance(own, DTensor) and not isinstance(value, DTensor) and own.shape == value.shape:
-            state_dict[prefix + name] = share_of(own, value, rows=rows_of(module, name))
+            state_dict[prefix + name] = load_share(own, value, rows_of(module, name))
 
 
 def gather_optimizer_state(

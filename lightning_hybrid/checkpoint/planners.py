@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -109,12 +110,12 @@ class StoredTensors:
     def __getitem__(self, key: str) -> Any:
         """Stand for a tensor; nothing is read yet."""
         entry = self._entry(key)
-        return Stored.make(entry.size, entry.properties.dtype, lambda start, size: self.read(key, start, size))
+        return Stored.make(entry.size, entry.properties.dtype, partial(self.read, key))
 
-    def read(self, key: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
-        """Return the box of the tensor that begins at ``start``, on the CPU."""
+    def read(self, key: str, start: Sequence[int], size: Sequence[int], into: Tensor | None = None) -> Tensor:
+        """Return the box of the tensor that begins at ``start``: ``into``, or a new one on the CPU."""
         entry = self._entry(key)
-        box = torch.empty(tuple(size), dtype=entry.properties.dtype)
+        box = torch.empty(tuple(size), dtype=entry.properties.dtype) if into is None else into
         chunk = ChunkStorageMetadata(offsets=torch.Size(start), sizes=torch.Size(size))
         items = create_read_items_for_chunk_list(key, entry, [chunk]) if box.numel() else []
         self._reader.read_data(LoadPlan(items), _Into(box)).wait()

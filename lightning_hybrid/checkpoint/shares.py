@@ -25,7 +25,7 @@ from lightning_hybrid.checkpoint.tensors import Piece, Share, Stored
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.tensor_parallel.collectives import JoinedRows
 
-__all__ = ["collect", "leave_in_place", "local_slices", "share_of"]
+__all__ = ["collect", "leave_in_place", "load_share", "local_slices", "share_of"]
 
 #: Start and end along each dimension.
 Bounds = tuple[tuple[int, int], ...]
@@ -98,6 +98,14 @@ def share_of(like: DTensor, whole: Tensor, *, replicate: bool = False, rows: Joi
     local = part.detach().to(like.to_local().device, copy=not is_own, memory_format=torch.contiguous_format)
     stride = torch.empty(whole.shape, device="meta").stride()
     return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=whole.shape, stride=stride)
+
+
+def load_share(own: DTensor, whole: Tensor, rows: JoinedRows | None) -> DTensor:
+    """Return what to copy into ``own``: the share of ``whole``, or itself if that could be read into it straight."""
+    if isinstance(whole, Stored) and (rows is None or not rows.fit(whole)):
+        whole.read_into(own.to_local(), local_slices(own))
+        return own
+    return share_of(own, whole, rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)

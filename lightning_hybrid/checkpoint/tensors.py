@@ -21,8 +21,8 @@ __all__ = ["Elsewhere", "Piece", "Share", "Stored", "keep"]
 
 #: Where a part begins in the whole tensor, along each dimension, and its values.
 Piece = tuple[tuple[int, ...], Tensor]
-#: Reads the box that begins at the given place and has the given size.
-Reader = Callable[[Sequence[int], Sequence[int]], Tensor]
+#: Reads the box that begins at the given place and has the given size, into a tensor of this size if one is given.
+Reader = Callable[[Sequence[int], Sequence[int], Tensor | None], Tensor]
 
 _DESCRIBE = {
     Tensor.shape.__get__,  # type: ignore[attr-defined]
@@ -147,13 +147,21 @@ class Stored(_StandIn):
             _, dim, index = args
             first, last = int(index.min()), int(index.max())
             return args[0]._box((slice(None),) * dim + (slice(first, last + 1),)).index_select(dim, index - first)
+        if func is Tensor.copy_ and isinstance(args[1], Stored) and args[0].shape == args[1].shape:
+            args[1].read_into(args[0])
+            return args[0]
         args, kwargs = _read_all(args), _read_all(kwargs or {})
         return func(*args, **kwargs)
 
-    def _box(self, slices: Sequence[slice]) -> Tensor:
+    def read_into(self, tensor: Tensor, slices: Sequence[slice] = ()) -> None:
+        """Read a box (by default all of it) into a tensor of its size, without a copy in between."""
+        with torch.no_grad():
+            self._box(slices, tensor.detach())
+
+    def _box(self, slices: Sequence[slice], into: Tensor | None = None) -> Tensor:
         bounds = [part.indices(size) for part, size in zip(slices, self.shape, strict=False)]
         bounds += [(0, size, 1) for size in self.shape[len(bounds) :]]
-        return self.read([start for start, *_ in bounds], [max(0, end - start) for start, end, _ in bounds])
+        return self.read([start for start, *_ in bounds], [max(0, end - start) for start, end, _ in bounds], into)
 
     def whole(self) -> Tensor:
         """Read all of it."""

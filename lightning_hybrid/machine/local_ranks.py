@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.errors import ProbeError
+from lightning_hybrid.errors import HybridError, ProbeError
 
 __all__ = ["run_here"]
 
@@ -34,6 +34,8 @@ class _Failure:
     time: float
     text: str
     summary: str
+    error: HybridError | None = None
+    """The error itself, if it is one of ours."""
 
     @property
     def follows(self) -> bool:
@@ -48,7 +50,8 @@ def run_here(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: 
     one uses CUDA already.
 
     Raises:
-        ProbeError: has the traceback of the rank that failed first, or says that the time is over.
+        ProbeError: has the traceback of the rank that failed first, or says that the time is over. An error of this
+            library is its ``__cause__``.
     """
     context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
     with tempfile.TemporaryDirectory(prefix="lightning-hybrid-") as folder:
@@ -87,7 +90,8 @@ def _wait(ranks: list[BaseProcess], folder: Path, end: float, timeout: float) ->
             )
     if failures := _failures(ranks, folder):
         first = min(failures, key=lambda failure: (failure.follows, failure.time))
-        raise ProbeError(f"Rank {first.rank} of {len(ranks)} failed: {first.summary}\n{first.text}".rstrip())
+        text = f"Rank {first.rank} of {len(ranks)} failed: {first.summary}\n{first.text}".rstrip()
+        raise ProbeError(text) from first.error
 
 
 def _failures(ranks: list[BaseProcess], folder: Path) -> list[_Failure]:
@@ -117,7 +121,8 @@ def _run_rank(folder: str, rank: int, num_ranks: int, function: Callable[..., An
         code = 0
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-        failure = _Failure(rank, time.monotonic(), traceback.format_exc(), summary)
+        own = type(error)(str(error)) if isinstance(error, HybridError) else None  # pickles, whatever hangs on it
+        failure = _Failure(rank, time.monotonic(), traceback.format_exc(), summary, own)
         (Path(folder) / f"failing-{rank}").write_bytes(pickle.dumps(failure))
         os.replace(Path(folder) / f"failing-{rank}", Path(folder) / f"failure-{rank}")
         code = 1

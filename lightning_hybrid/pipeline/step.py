@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_hybrid.failures.watch import suspect
 from lightning_hybrid.measuring.clock import Clock
 from lightning_hybrid.pipeline.activations import Activations
+from lightning_hybrid.pipeline.boxes import LOOKS
 from lightning_hybrid.pipeline.channels import Channels
 from lightning_hybrid.pipeline.loss import MicrobatchLoss
 from lightning_hybrid.pipeline.probe import StepFacts
@@ -197,7 +198,9 @@ class PipelineRank:
             suspect(error)  # ranks that split these blocks with this one wait for it
 
     def _place(self, error: Exception) -> None:
-        place = f"while pipeline rank {self.rank} ran action {self.now} (stage, kind, micro-batch)"
+        assert self.now is not None
+        kind, stage, microbatch = self.now
+        place = f"in stage {stage}'s {LOOKS[kind.value].label} of micro-batch {microbatch}"
         if hasattr(error, "add_note"):
             error.add_note(place)
         else:  # Python 3.10

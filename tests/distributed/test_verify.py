@@ -112,3 +112,17 @@ def test_the_command_and_the_function(capsys: pytest.CaptureFixture[str]) -> Non
         check(make_dropped, 2, data_parallel_size=2)
     assert main(["check", "nowhere:make"]) == 1
     assert "nowhere:make cannot be imported" in capsys.readouterr().err
+
+
+def test_the_command_takes_the_strategys_arguments(capfd: pytest.CaptureFixture[str]) -> None:
+    sys.modules.setdefault(__name__, sys.modules[make.__module__])
+    replicas = ["--data_parallel_size", "2", "--replicate_size", "2", "--replica_sync", "{interval: 4}"]
+    assert main(["check", f"{__name__}:make", "--steps", "1", *replicas]) == 0
+    assert "equal to one process" in capfd.readouterr().out
+    for wrong, told in (
+        (["--tensor_parallel_size", "3"], "tensor_parallel_size=3 does not divide 2 devices"),
+        (["--pipeline_parallel_size", "2", "--blocks", "nothing"], "blocks='nothing' is not a module"),  # on a rank
+    ):
+        assert main(["check", f"{__name__}:make", *wrong]) == 1
+        error = capfd.readouterr().err
+        assert told in error and "Traceback" not in error and "ProbeError" not in error

@@ -69,9 +69,10 @@ def test_names_in_the_directory_are_those_of_parameters(tmp_path: Path) -> None:
 def test_only_what_is_cut_out_is_read() -> None:
     whole, boxes = torch.arange(24.0).view(6, 4), []
 
-    def read(start: Any, size: Any) -> torch.Tensor:
+    def read(start: Any, size: Any, into: torch.Tensor | None) -> torch.Tensor:
         boxes.append((tuple(start), tuple(size)))
-        return whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+        box = whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+        return box if into is None else into.copy_(box)
 
     stored = Stored.make(whole.shape, whole.dtype, read)
     assert (stored.shape, stored.dtype, stored.device.type, stored.is_meta, boxes) == (
@@ -86,6 +87,20 @@ def test_only_what_is_cut_out_is_read() -> None:
     assert boxes == [((1, 0), (2, 4)), ((2, 0), (3, 4))]
     assert torch.equal(stored * 2, whole * 2)
     assert boxes[-1] == ((0, 0), (6, 4))
+    into = torch.zeros(3, 2, dtype=torch.float64)
+    stored.read_into(into, (slice(1, 4), slice(2, 4)))
+    assert torch.equal(into, whole[1:4, 2:].double())
+    assert boxes[-1] == ((1, 2), (3, 2))
+
+
+def test_weights_are_read_into_their_place(tmp_path: Path) -> None:
+    stored = read_directory(save(tmp_path / "a.ckpt"))["state_dict"]["embedding"]
+    parameter = torch.nn.Parameter(torch.zeros(stored.shape, dtype=torch.float64))
+    place, version = parameter.data_ptr(), parameter._version
+    with torch.no_grad():
+        assert parameter.copy_(stored) is parameter
+    assert (parameter.data_ptr(), parameter._version > version) == (place, True)
+    assert torch.equal(parameter, content()["state_dict"]["embedding"].double())
 
 
 def test_shares_are_not_computed_with() -> None:

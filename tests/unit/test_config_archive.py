@@ -231,11 +231,11 @@ def test_causes_are_looked_through() -> None:
             try:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             except RuntimeError as cause:
-                raise PipelineError("while pipeline rank 1 ran action 1F0") from cause
+                raise PipelineError("in stage 1's forward of micro-batch 0") from cause
         except PipelineError as error:
             return error
 
-    assert judge(chained()) == ("oom", "PipelineError: while pipeline rank 1 ran action 1F0")
+    assert judge(chained()) == ("oom", "PipelineError: in stage 1's forward of micro-batch 0")
     assert judge(RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried"))[0] == "oom"
     assert judge(ValueError("ran out of memory cards"))[0] == "failed"  # only errors of the runtime speak of memory
     loop = ValueError("a")
