@@ -198,7 +198,8 @@ class PipelineRank:
             suspect(error)  # ranks that split these blocks with this one wait for it
 
     def _place(self, error: Exception) -> None:
-        assert self.now is not None
+        if self.now is None:
+            return
         kind, stage, microbatch = self.now
         place = f"in stage {stage}'s {LOOKS[kind.value].label} of micro-batch {microbatch}"
         if hasattr(error, "add_note"):
