@@ -54,8 +54,10 @@ class ConfigArchive(Measurement):
     at the start, at intervals            ``"running"``: with batch, learning rate, throughput so far
     when ``fit`` has ended                ``"ok"``: with what the other callbacks measured last
     on Ctrl-C, SIGTERM, a rank's kill     ``"interrupted"``
-    on an exception on any rank           ``"oom"`` or ``"failed"``, with the first lines of its message. Here the rank
-                                          on which it happened writes, as rank 0 may be killed without hearing of it
+    on an exception on any rank           ``"oom"``, ``"failed"``, or ``"error"`` for one of the module's own code, the
+                                          data or a disk, which is not put down to the degrees; with the first lines of
+                                          its message. Here the rank on which it happened writes, as rank 0 may be
+                                          killed without hearing of it
     ====================================  ===========================================================================
 
     For a process that is killed, global rank 0 writes (or the next one, if it is rank 0 that is killed). If all are

@@ -92,7 +92,10 @@ def _gradients(module: LightningModule) -> list[tuple[str, Tensor]]:
 
 
 def _describe(trainer: Trainer, module: LightningModule, loss: Tensor | None) -> str:
-    """Say what is not finite, and where. A collective: all ranks have agreed that something is."""
+    """Say what is not finite, and where: losses first, which gradients follow. A collective.
+
+    All ranks have agreed that something is not finite.
+    """
     names = [name for name, gradient in _gradients(module) if not bool(torch.isfinite(gradient).all())]
     strategy: Any = trainer.strategy
     place = ""
@@ -104,12 +107,10 @@ def _describe(trainer: Trainer, module: LightningModule, loss: Tensor | None) ->
     if trainer.world_size > 1:
         told = [None] * trainer.world_size
         dist.all_gather_object(told, mine)
-    parts = []
-    for rank, bad, value in told:
+    parts = [f"the loss ({value}) on {rank}" for rank, _, value in told if value is not None and value - value != 0]
+    for rank, bad, _ in told:
         if bad:
             more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
             parts.append(f"gradients of {', '.join(bad[:3])}{more} on {rank}")
-        if value is not None and value - value != 0:
-            parts.append(f"the loss ({value}) on {rank}")
     more = f"; and {len(parts) - 4} more" if len(parts) > 4 else ""
     return "; ".join(parts[:4]) + more

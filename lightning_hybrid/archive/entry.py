@@ -47,9 +47,9 @@ __all__ = [
 #: Of runs that show that their configuration does not work.
 FAILURES = ("oom", "failed")
 SCHEMA = 1
-REVISION = 2
+REVISION = 3
 
-Status = Literal["running", "ok", "interrupted", "oom", "failed"]
+Status = Literal["running", "ok", "interrupted", "oom", "failed", "error"]
 Scalar = bool | int | float | str | None
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")

@@ -9,6 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_hybrid.failures.failure import status_of
 from lightning_hybrid.planner.setup import describe
 
 if TYPE_CHECKING:
@@ -85,6 +86,11 @@ def remark_on_failure(strategy: Any, trainer: Any, error: BaseException) -> str 
         what = (
             "Nothing records this, so the next start would take the same degrees: add ConfigArchive() to the callbacks,"
             f" or give degrees{next_best}"
+        )
+    elif status_of(error) == "error":
+        what = (
+            f"Archive {archive} has it as an error of the program or its data, not of these degrees: the next start"
+            f" takes them again. If they are to blame, give others{next_best}"
         )
     else:
         what = (

@@ -26,7 +26,7 @@ __all__ = ["ARCHIVE_COMMANDS"]
 
 _WIDTH_OF_TABLE = 120
 _WIDTH_OF_FILES = 200
-_STYLES = {"ok": "green", "interrupted": "yellow", "running": "blue", "oom": "red", "failed": "red"}
+_STYLES = {"ok": "green", "interrupted": "yellow", "running": "blue", "oom": "red", "failed": "red", "error": "red"}
 _WANDB = "wandb:"
 
 
@@ -47,7 +47,7 @@ def list_command(
     Args:
         url: The archive: a folder or any fsspec URL.
         model: Only entries of this model class.
-        status: Only entries with this status: ok, interrupted, running, oom or failed.
+        status: Only entries with this status: ok, interrupted, running, oom, failed or error.
         device: Only entries whose device's name contains this.
         num_devices: Only entries of so many devices.
         precision: Only entries with this precision, as Lightning calls it.
@@ -262,10 +262,11 @@ def _row(entry: Entry) -> dict[str, str]:
     result, degrees = entry.result, entry.degrees
     schedule, style = entry.settings.schedule, _STYLES[result.status]
     sizes = (degrees.data_parallel_size, degrees.tensor_parallel_size, degrees.pipeline_parallel_size)
+    replicas = f", {degrees.replicate_size} replicas" if degrees.replicate_size > 1 else ""
     return {
         "id": entry.id,
         "status": f"[{style}]{result.status}[/{style}]",
-        "d x t x p": " x ".join(map(str, sizes)),
+        "d x t x p": " x ".join(map(str, sizes)) + replicas,
         "samples/s": _number(result.samples_per_second, "{:,.4g}"),
         "step": _number(result.step_time, "{:.3g} s"),
         "bubble": _number(result.bubble.get("bubble/measured"), "{:.0%}"),

@@ -11,15 +11,17 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hybrid.errors import PipelineError
+from lightning_hybrid.errors import CheckpointError, NonFiniteError, PipelineError
 
 __all__ = ["Failure", "PeerFailedError", "Status", "causes", "is_consequence", "printable", "said", "status_of"]
 
-Status = Literal["failed", "oom", "interrupted"]
+Status = Literal["failed", "oom", "error", "interrupted"]
 
 #: A longer text says no more, and travels to every rank.
 _MOST_CHARACTERS = 20_000
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+#: Where torch raises what a data set or its worker has raised.
+_READING = ("torch._utils", "torch.utils.data")
 #: What gloo, NCCL and torch's store say on the ranks that follow a failed one.
 _BROKEN_CONNECTION = re.compile(
     r"Connection closed by peer|Connection reset|Broken pipe|Connection refused|Socket closed|remote process exited"
@@ -123,11 +125,15 @@ def _is_of_ranks(error: BaseException) -> bool:
     """Whether an error is gloo's or NCCL's, or was raised by code that talks to other ranks."""
     if any(name in said(error).lower() for name in ("gloo", "nccl", "monitoredbarrier")):
         return True
+    return _raised_in(error).startswith(("torch.", "lightning_hybrid."))
+
+
+def _raised_in(error: BaseException) -> str:
+    """The module in which an error was raised; empty if it was not."""
     inner = error.__traceback__
     while inner is not None and inner.tb_next is not None:
         inner = inner.tb_next
-    module = "" if inner is None else inner.tb_frame.f_globals.get("__name__", "")
-    return module.startswith(("torch.", "lightning_hybrid."))
+    return "" if inner is None else str(inner.tb_frame.f_globals.get("__name__", ""))
 
 
 def said(error: BaseException) -> str:
@@ -139,7 +145,11 @@ def said(error: BaseException) -> str:
 
 
 def status_of(error: BaseException) -> Status:
-    """Return what an exception means for the archive."""
+    """Return what an exception means for the archive.
+
+    ``"failed"`` and ``"oom"`` are put down to the degrees, and ``"error"`` is not: what the user's own code, a data set
+    or a disk raises would end the run at other degrees too. A ``RuntimeError`` may come from a tensor that is split.
+    """
     if isinstance(error, PeerFailedError):
         return error.failure.status
     if isinstance(error, KeyboardInterrupt | SIGTERMException):
@@ -149,7 +159,10 @@ def status_of(error: BaseException) -> Status:
             return "oom"
         if isinstance(cause, RuntimeError) and any(words in said(cause) for words in _OUT_OF_MEMORY):
             return "oom"
-    return "failed"
+    if isinstance(error, (NonFiniteError, CheckpointError)):
+        return "error"
+    is_torchs = isinstance(error, RuntimeError) or _raised_in(error).startswith(("torch.", "lightning_hybrid."))
+    return "failed" if is_torchs and not _raised_in(error).startswith(_READING) else "error"
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from math import inf
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ __all__ = ["EVENTS", "ReplicaSync"]
 EVENTS = ("validation", "checkpoint", "end")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReplicaSync:
     """How often replicas exchange, and what they make of it. docs/replicas.md has the rules.
 
@@ -25,6 +25,7 @@ class ReplicaSync:
 
     interval: int | Literal["auto"]
     """Optimizer steps from one exchange to the next (``H``); ``"auto"``: by the first steps' and exchange's times."""
+    _: KW_ONLY
     method: Literal["average", "diloco", "auto"] = "average"
     """``"average"``: weights become the mean over the replicas (local SGD; with ``interval=1`` it is gradients that are
     averaged, as in HSDP). ``"diloco"``: the mean difference since the last exchange is a gradient for an outer SGD.

@@ -21,9 +21,11 @@ _WORST = {"compute": "compute", "bubble": "bubble", "data_wait": "data_wait"}
 
 
 def degrees_text(entry: Entry) -> str:
-    """``2 × 2 × 2``: data, tensor, pipeline."""
+    """``2 × 2 × 2``: data, tensor, pipeline; and the replicas, if the data axis has several."""
     degrees = entry.degrees
-    return f"{degrees.data_parallel_size} × {degrees.tensor_parallel_size} × {degrees.pipeline_parallel_size}"
+    replicas = f", {degrees.replicate_size} replicas" if degrees.replicate_size > 1 else ""
+    sizes = (degrees.data_parallel_size, degrees.tensor_parallel_size, degrees.pipeline_parallel_size)
+    return " × ".join(map(str, sizes)) + replicas
 
 
 def status_pill(entry: Entry) -> Html:

@@ -205,7 +205,7 @@ def warnings_of(rank: int, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("rank", "error", "status"),
-    [(0, ValueError("a bad batch"), "failed"), (3, torch.OutOfMemoryError("CUDA out of memory"), "oom")],
+    [(0, ValueError("a bad batch"), "error"), (3, torch.OutOfMemoryError("CUDA out of memory"), "oom")],
 )
 def test_failure_on_any_rank_is_recorded(tmp_path: Path, rank: int, error: BaseException, status: str) -> None:
     with pytest.raises(type(error)):

@@ -164,7 +164,7 @@ def test_a_row_whose_entry_is_gone_loads_nothing(folder: Path) -> None:
 
 
 def test_rows_pickle_and_say_what_entries_say() -> None:
-    for status in ("ok", "interrupted", "running", "oom", "failed"):
+    for status in ("ok", "interrupted", "running", "oom", "failed", "error"):
         for rate in (None, 0.0, 3.0, float("nan")):
             entry: Entry = make_entry(status=status, rate=rate)
             row = row_of(entry)

@@ -50,6 +50,11 @@ CASES: dict[str, tuple[list[Entry], int, str | None]] = {
     "not a number": ([make_entry("a", rate=float("nan")), make_entry("b", rate=float("inf"))], 8, None),
     "out of memory": ([make_entry("a", status="oom", rate=99)], 8, None),
     "failed later": ([make_entry("a", **later(1)), make_entry("b", status="failed", **later(2))], 8, None),
+    "an error of the program later": (
+        [make_entry("a", **later(1)), make_entry("b", status="error", **later(2))],
+        8,
+        "a",
+    ),
     "works again": ([make_entry("a", status="oom", **later(1)), make_entry("b", **later(2))], 8, "b"),
     "failed at the degrees that rescaling gives": (
         [make_entry("a", (2, 2, 2)), make_entry("b", (4, 2, 2), status="oom")],

@@ -15,6 +15,7 @@ from examples.gpt.module import LitGPT
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.archive import fingerprint_module
 from lightning_hybrid.batches.randomness import is_same_state, random_state
+from lightning_hybrid.callbacks import ConfigArchive
 from lightning_hybrid.choosing import choose as choose_layouts
 from lightning_hybrid.choosing import plan as choose_plan
 from lightning_hybrid.choosing.logged import chosen_values, remark_on_failure
@@ -132,9 +133,12 @@ def test_chosen_degrees_that_are_refused_give_way_to_the_next(
     assert "(in 4 replicas) cannot run, so others are taken: no replicas" in caplog.text
     assert chosen_values(strategy.choice)["hybrid3d/chosen_by"] == "planner"
     trainer = SimpleNamespace(global_step=0, callbacks=[])
-    remark = remark_on_failure(strategy, trainer, KeyError("x"))
+    remark = remark_on_failure(strategy, trainer, RuntimeError("x"))
     assert remark is not None
     assert "add ConfigArchive()" in remark
+    trainer.callbacks = [ConfigArchive("a")]
+    for error, told in ((RuntimeError("x"), "the next start takes others"), (KeyError("x"), "takes them again")):
+        assert told in (remark_on_failure(strategy, trainer, error) or "")
     trainer.global_step = 1
     assert remark_on_failure(strategy, trainer, KeyError("x")) is None
     given = run_of(module, data_parallel_size=4, replicate_size=4)

@@ -35,6 +35,9 @@ def test_list(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 x 2 x 1" in lines[1]
     assert "1,234" in lines[1]
     assert "8 x NVIDIA H200" in lines[1]
+    Archive(url).write(make_entry("d", (4, 1, 2, 2), time="2026-07-31T11:00:00Z"))
+    assert cli.main(["archive", "list", "--url", url]) == 0
+    assert "4 x 1 x 2, 2 replicas" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_list_fits_a_narrow_terminal(

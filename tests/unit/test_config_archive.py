@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -15,13 +16,13 @@ import pytest
 import torch
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid.archive import Archive, Entry, fingerprint_module
 from lightning_hybrid.callbacks import ConfigArchive, ScalingEfficiency
 from lightning_hybrid.callbacks.run_entry import judge, latest_values
-from lightning_hybrid.errors import ArchiveError, PipelineError
-from lightning_hybrid.layout import Layout
+from lightning_hybrid.errors import ArchiveError, CheckpointError, NonFiniteError, PipelineError
+from lightning_hybrid.layout import Layout, resolve_layout
 
 LENGTH, BATCH_SIZE = 6, 4
 
@@ -160,7 +161,7 @@ def test_another_module_has_another_fingerprint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
-        (ValueError("no such token\nsecond line"), "failed", "rank 0: ValueError: no such token\nsecond line"),
+        (ValueError("no such token\nsecond line"), "error", "rank 0: ValueError: no such token\nsecond line"),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried"),
             "oom",
@@ -237,10 +238,41 @@ def test_causes_are_looked_through() -> None:
 
     assert judge(chained()) == ("oom", "PipelineError: in stage 1's forward of micro-batch 0")
     assert judge(RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried"))[0] == "oom"
-    assert judge(ValueError("ran out of memory cards"))[0] == "failed"  # only errors of the runtime speak of memory
+    assert judge(ValueError("ran out of memory cards"))[0] == "error"  # only errors of the runtime speak of memory
     loop = ValueError("a")
     loop.__cause__ = loop
-    assert judge(loop) == ("failed", "ValueError: a")
+    assert judge(loop) == ("error", "ValueError: a")
+
+
+class Unreadable(Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return {}[index]
+
+
+def test_only_what_degrees_may_be_to_blame_for_is_put_down_to_them() -> None:
+    def of(function: Callable[[], Any]) -> str:
+        try:
+            function()
+        except Exception as error:
+            return judge(error)[0]
+        finally:
+            gc.collect()  # a loader's workers end with the last frame that knows it
+        return "nothing"
+
+    def own() -> None:
+        raise KeyError("a typo")
+
+    assert of(own) == of(lambda: Path("/no/such/file").read_bytes()) == "error"
+    for num_workers in (0, 1):
+        assert of(lambda: next(iter(DataLoader(Unreadable(), num_workers=num_workers)))) == "error"  # noqa: B023
+    assert of(lambda: torch.ones(2, 3) @ torch.ones(2, 3)) == "failed"
+    assert of(lambda: torch.nn.functional.cross_entropy(torch.ones(2, 3), torch.ones(4).long())) == "failed"
+    assert of(lambda: resolve_layout(4, tensor_parallel_size=3)) == "failed"
+    for error in (NonFiniteError("a loss"), CheckpointError("a full disk")):
+        assert judge(error)[0] == "error"
 
 
 def test_messages_hold_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
