@@ -12,7 +12,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from lightning_hybrid.commands.lightning_config import from_here, is_lightning_config, length_of, read_lightning_config
+from lightning_hybrid.commands.lightning_config import (
+    ConfiguredRun,
+    from_here,
+    is_lightning_config,
+    length_of,
+    read_lightning_config,
+)
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.planner import Cluster, ModelProfile, Planning, plan
 from lightning_hybrid.planner.constants import FITTED
@@ -99,8 +105,7 @@ def plan_command(
         machines = Cluster.named(device, devices, **options)  # type: ignore[arg-type]
     profile = _profile(model, sizes) if run is None else _of_module(run.module, model, seq_length or run.seq_length)
     if global_batch is None:
-        each = None if run is None or run.batch_size is None else run.batch_size * run.accumulated
-        global_batch = 256 if each is None else each * machines.num_devices
+        global_batch = _global_batch(run, machines.num_devices)
     precision = precision or (run.precision if run else None) or "bf16"
     wanted: dict[str, Any] = {"global_batch": global_batch, "precision": precision, "compile": compile, "most": most}
     wanted["constants"] = HOST if machines.gpu.host else FITTED
@@ -117,6 +122,15 @@ def plan_command(
     terminal = Console()
     console = terminal if terminal.is_terminal else Console(width=_WIDTH)  # a file has no edge to fit
     console.print(planning_tables(planning, doubled=doubled), highlight=False)
+
+
+def _global_batch(run: ConfiguredRun | None, num_devices: int) -> int:
+    """Samples of an optimizer step, where no option says it."""
+    if run is not None and run.batch_size is not None:
+        return run.batch_size * run.accumulated * num_devices
+    text = "Nothing says the batch size: 256 samples a step are assumed; give --global_batch."
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+    return 256
 
 
 def _write(output: str, planning: Planning) -> None:

@@ -103,6 +103,10 @@ def test_a_lightning_cli_config_says_model_batch_devices_and_precision(tmp_path,
         assert code == 1 and words in error and "Subtypes" not in error and not out, error
     path.write_text(CONFIG)
     assert run(capsys, str(path), "--devices", "0")[0] == 1
+    assert run(capsys, str(path), "--json")[2] == ""
+    path.write_text(CONFIG.replace("batch_size: 4, ", ""))
+    code, out, error = run(capsys, str(path), "--json")
+    assert code == 0 and json.loads(out)["global_batch"] == 256 and "256 samples a step are assumed" in error
 
 
 def test_an_import_path_is_made_on_the_meta_device(capsys):
