@@ -161,9 +161,21 @@ class Verify(Callback):
         figures = "; ".join(f"{name} {mine[name]:.8g}, in one process {theirs[name]:.8g}" for name in wrong)
         return (
             f"Optimizer step {trainer.global_step + 1} differs from one process on the same weights and batches:"
-            f" {figures} (limit: {limit:g} of it). Try the degrees one by one (tensor_parallel_size=1,"
-            " pipeline_parallel_size=1) to see which one changes it, and please report it with the module."
+            f" {figures} (limit: {limit:g} of it). {_advice(trainer.strategy)}"
         ), ""
+
+
+def _advice(strategy: Any) -> str:
+    """Where to look: at the degrees that split the module, else at the step itself."""
+    layout = getattr(strategy, "layout", None)
+    names = ("tensor_parallel_size", "pipeline_parallel_size")
+    split = [f"{name}=1" for name in names if getattr(layout, name, 1) > 1]
+    if split:
+        return f"Try {' and then '.join(split)} to see what changes it, and please report it with the module."
+    return (
+        "The module is whole on each rank: look for what depends on the rank in the step or a hook (self.global_rank,"
+        " the environment, a value that only one rank has)."
+    )
 
 
 def _one_process(trainer: Trainer, module: Any, batches: list[list[tuple[Any, int]]]) -> dict[str, float]:

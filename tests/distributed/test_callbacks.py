@@ -243,9 +243,10 @@ def test_every_axis_has_its_communication_and_the_parts_add_up(run_ranks: Ranks,
     assert values["step/bubble_s"] > 0
     for _, steps in results:
         assert len(steps) == 4  # of 7: less the first, the profiled one, and the one after it
-        for together, known, clock in steps:
-            assert together == pytest.approx(clock, rel=0.01, abs=0.005)
-            assert known < clock
+        assert all(known < clock for _, known, clock in steps)
+        assert all(together == pytest.approx(clock, rel=0.01, abs=0.05) for together, _, clock in steps)
+        near = [together == pytest.approx(clock, rel=0.01, abs=0.002) for together, _, clock in steps]
+        assert sum(near) >= 2  # the clock is read by itself, and a process of a busy machine is stopped in between
     known_shares = [known / clock for _, steps in results for _, known, clock in steps]
     assert max(known_shares) > 0.5  # it is not "other" that makes them add up
 

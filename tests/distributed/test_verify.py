@@ -87,7 +87,25 @@ def refused(rank: int, triple: tuple[int, int, int]) -> str:
 def test_wrong_variant_wrong_gradients_are_refused_on_all_ranks() -> None:
     first, second = run_ranks(2, refused, (1, 1, 2))
     assert first == second
+    assert "Try pipeline_parallel_size=1 to see" in first
     assert "Optimizer step 1 differs from one process" in first and "grad_norm" in first and "loss" not in first[60:110]
+
+
+class ByRank(SGDGPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + self.global_rank)
+
+
+def refused_by_rank(rank: int) -> str:
+    module = ByRank(num_blocks=2, width=16, num_heads=4, context_length=16)
+    trainer = L.Trainer(devices=2, strategy=Hybrid3DStrategy(2, archive=None, verify=True), max_steps=1, **QUIET)
+    with pytest.raises(VerificationError) as caught:
+        trainer.fit(module, DataLoader(ROWS, batch_size=4))
+    return str(caught.value)
+
+
+def test_a_step_that_depends_on_the_rank_is_named_as_such() -> None:
+    assert "look for what depends on the rank" in run_ranks(2, refused_by_rank)[0]
 
 
 def make() -> tuple[L.LightningModule, Any]:
