@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -23,6 +22,7 @@ from typing_extensions import override
 
 from lightning_hybrid.choosing.tuning import tune
 from lightning_hybrid.failures.failing import failing_together, kill_all, run_together, watch_children
+from lightning_hybrid.failures.last_rows import wandb_runs_ended
 from lightning_hybrid.failures.restart import prepare_for_restarts
 from lightning_hybrid.machine.rank_variables import check_rank_variables
 
@@ -132,18 +132,11 @@ class HybridMultiProcessingLauncher(_Restartable, _MultiProcessingLauncher):
     def _wrapping_function(self, process_idx: int, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if self._start_method == "fork":
             gc.freeze()  # garbage of the notebook, such as process groups, may own threads this process lacks
-        loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-        own = [
-            logger for logger in loggers if logger._experiment is None
-        ]  # a run of the parent's is the parent's to end
         try:
-            with failing_together(self._strategy, trainer):
+            with wandb_runs_ended(trainer), failing_together(self._strategy, trainer):
                 super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except SystemExit as error:  # with 0, sys.exit() in a hook, the parent would wait for results for ever
             raise SystemExit(error.code or 1) from error
-        for logger in own:
-            if logger._experiment is not None:  # on rank 0
-                logger.experiment.finish()  # forked processes end without atexit: what is unwritten would be lost
 
     @override
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:

@@ -35,6 +35,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_hybrid.failures.failure import Failure, PeerFailedError, is_consequence
+from lightning_hybrid.failures.last_rows import write_last_rows
 from lightning_hybrid.failures.meeting import Meeting
 from lightning_hybrid.failures.sent_bytes import sent_and_received
 from lightning_hybrid.failures.watch_hub import Hub, Wire, how_it_ended, keep_alive, of_lost
@@ -105,6 +106,8 @@ class Watch:
         """Called before the process is ended from here; on global rank 0, or the next one if that is gone."""
         self.children: Callable[[], None] = lambda: None
         """Kills the ranks that this process has started."""
+        self.last_rows: Callable[[], None] = lambda: None
+        """Has loggers write what they hold; called last, as it may take long."""
         self._thread = threading.Thread(target=self._run, name="lightning_hybrid.failures.watch", daemon=True)
         _open.add(self)
         self._thread.start()
@@ -308,6 +311,7 @@ class Watch:
                 self.hub.kill_silent()
             for worker in multiprocessing.active_children():
                 worker.kill()
+            self.last_rows()
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(1)
@@ -363,6 +367,7 @@ def start_watch(strategy: Any) -> Watch | None:
             of_hub=address[3],
         )
         watch.children = getattr(strategy.launcher, "kill_all", watch.children)
+        watch.last_rows = functools.partial(write_last_rows, trainer)
     return watch
 
 

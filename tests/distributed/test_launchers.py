@@ -24,6 +24,7 @@ from lightning_hybrid.checkpoint.directory import read_directory
 from tests.distributed.equality import QUIET
 from tests.distributed.test_equality import ROWS, SGDGPT
 from tests.ranks import free_port, processes_of, run_ranks
+from tests.wandb_file import read_run
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = [sys.executable, "-m", "tests.distributed.launched_script"]
@@ -190,9 +191,10 @@ def test_the_strategy_has_names(whole_norm: float) -> None:
     ("how", "rank", "by"),
     [("popen", "0", "raise"), ("popen", "1", "exit"), ("fork", "1", "raise"), ("fork", "0", "exit")],
 )
-def test_a_failing_rank_ends_all(how: str, rank: str, by: str) -> None:
+def test_a_failing_rank_ends_all(how: str, rank: str, by: str, tmp_path: Path) -> None:
     begin = time.monotonic()
-    process = launch([*SCRIPT, how], FAIL_ON_RANK=rank, FAIL_BY=by)
+    own = {name: str(tmp_path) for name in ("LOGS", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR")}
+    process = launch([*SCRIPT, how], FAIL_ON_RANK=rank, FAIL_BY=by, **(own if rank == "1" else {}))
     result = end(process)
     assert result.returncode != 0
     assert time.monotonic() - begin < 110  # most of it is the import of torch, in each process
@@ -206,6 +208,9 @@ def test_a_failing_rank_ends_all(how: str, rank: str, by: str) -> None:
     while processes_of([process.pid]) and time.monotonic() - begin < 115:
         time.sleep(0.1)
     assert not processes_of([process.pid]), "ranks are still running"
+    if rank == "1":  # nothing that rank 0 had logged before is lost
+        assert len(next(tmp_path.rglob("metrics.csv")).read_text().splitlines()) == 1 + 2
+        assert len(read_run(next(tmp_path.rglob("*.wandb")))["history"]) == 2
 
 
 def weights_of_one_device(rank: int, strategy: str) -> list[torch.Tensor]:
