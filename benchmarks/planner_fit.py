@@ -12,8 +12,8 @@ from benchmarks.planner_rows import Case
 from lightning_hybrid.planner.constants import Constants
 from lightning_hybrid.planner.step import head_in_blocks, step_parts
 
-#: Not told apart from others by step times.
-FIXED = ("memory",)
+#: Not told apart from others by step times; no number.
+FIXED = ("memory", "replicas_as_shards")
 #: How far (as a factor) a constant is expected to lie from where the fit starts.
 SPREAD = 1.5
 #: Residuals beyond this factor count less and less (Cauchy), so that rows that were something else do not decide.

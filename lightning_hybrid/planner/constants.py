@@ -55,6 +55,8 @@ class Constants:
     """Part of a backward behind which reduced gradients hide, and of a forward behind which weights return."""
     sharpness: float = 3.0
     """How well communication of shards hides behind compute: 1 adds both, infinity shows only the longer."""
+    replicas_as_shards: bool = False
+    """Whether replicas within a pipeline take as long as as many shards would."""
     microbatch: float = 2.0e-3
     """The host's time for one micro-batch on one stage."""
     step: float = 1.0e-2

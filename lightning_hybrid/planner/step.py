@@ -264,6 +264,8 @@ def _shards_exposed(
     constants: Constants,
 ) -> float:
     """Seconds of a micro-batch that show of gathering shards and reducing gradients behind compute."""
+    if constants.replicas_as_shards and setup.layout.pipeline_parallel_size > 1:
+        setup = replace(setup, layout=replace(setup.layout, replicate_size=1))
     tensor = setup.layout.tensor_parallel_size
     units = [profile.layer_parameters / tensor] * count
     tables = stage_parameters(profile, setup, 0, first=first, last=last)
