@@ -2,10 +2,10 @@
 
 [Note: what a host's constants stand for]
 Fitted on 2 quiet cores to the step and processor time of a GPT (8 blocks of width 256) at 2, 4 and 8 ranks with gloo,
-for data, sharded, tensor and pipeline parallelism (``benchmarks/chosen.py``). Exchanges do not hide behind compute: both need
-the cores. What the kernels do follows from two measurements, a matrix product and a copy. Within a pipeline replicas
-took as long as shards (data 4 x pipeline 2: 1094 and 1050 ms of a core, data 2 x pipeline 2: 712 and 690): fully_shard
-runs both there.
+for data, sharded, tensor and pipeline parallelism (``benchmarks/chosen.py``). Exchanges do not hide behind compute:
+both need the cores. What the kernels do follows from two measurements, a matrix product and a copy. Within a pipeline
+replicas took as long as shards (data 4 x pipeline 2: 1094 and 1050 ms of a core, data 2 x pipeline 2: 712 and 690):
+fully_shard runs both there.
 """
 
 from __future__ import annotations
