@@ -44,7 +44,9 @@ def main(strategy: str) -> None:
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
     module = Failing(num_blocks=4, width=16, num_heads=4, context_length=16)
-    chosen = "HYBRID3D_fork" if strategy == "string" else Hybrid3DStrategy(1, 1, 2, archive=None, start_method=strategy)
+    degrees = map(int, os.environ.get("DEGREES", "1 1 2").split())
+    own = Hybrid3DStrategy(*degrees, archive=None, start_method="popen" if strategy == "string" else strategy)
+    chosen = "HYBRID3D_fork" if strategy == "string" else own
     num_nodes = int(os.environ.get("NUM_NODES", "1"))
     logging = {**QUIET, **own_loggers()}
     trainer = L.Trainer(devices=2 // num_nodes, num_nodes=num_nodes, strategy=chosen, max_steps=5, **logging)

@@ -188,19 +188,26 @@ def test_the_strategy_has_names(whole_norm: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "rank", "by"),
-    [("popen", "0", "raise"), ("popen", "1", "exit"), ("fork", "1", "raise"), ("fork", "0", "exit")],
+    ("how", "rank", "by", "degrees"),
+    [
+        ("popen", "0", "raise", "1 1 2"),
+        ("popen", "1", "exit", "1 1 2"),
+        ("popen", "1", "raise", "2 1 1"),  # rank 0 waits in a collective, and cannot raise anything
+        ("fork", "1", "raise", "1 1 2"),
+        ("fork", "0", "exit", "1 1 2"),
+    ],
 )
-def test_a_failing_rank_ends_all(how: str, rank: str, by: str, tmp_path: Path) -> None:
+def test_a_failing_rank_ends_all(how: str, rank: str, by: str, degrees: str, tmp_path: Path) -> None:
     begin = time.monotonic()
     own = {name: str(tmp_path) for name in ("LOGS", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR")}
-    process = launch([*SCRIPT, how], FAIL_ON_RANK=rank, FAIL_BY=by, **(own if rank == "1" else {}))
+    process = launch([*SCRIPT, how], FAIL_ON_RANK=rank, FAIL_BY=by, DEGREES=degrees, **(own if rank == "1" else {}))
     result = end(process)
     assert result.returncode != 0
     assert time.monotonic() - begin < 110  # most of it is the import of torch, in each process
     if by == "raise":
         assert result.stderr.count("RuntimeError: the user's own mistake at step 2") == 1
-        assert f"On rank {rank} (data 0, tensor 0, pipeline {rank}): training batch 2" in result.stderr
+        place = "(data 1, tensor 0, pipeline 0)" if degrees == "2 1 1" else f"(data 0, tensor 0, pipeline {rank})"
+        assert f"On rank {rank} {place}: training batch" in result.stderr
     elif how == "popen":
         assert f"First cause: rank {rank} (data 0, tensor 0, pipeline {rank})" in result.stderr
     assert "peer" not in result.stderr  # what other ranks see of it is no cause
