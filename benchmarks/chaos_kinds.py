@@ -77,7 +77,8 @@ class Kind:
     act: Callable[[], Any] = fail
     said: str = WORDS
     """What the cause must contain."""
-    status: str = "failed"
+    status: str = "error"
+    """Of the archive's entry: what a user's own code raises is not put down to the degrees."""
     limit: float = LIMIT
     """Seconds until all must have ended."""
     timeout: float = 600.0
@@ -132,11 +133,13 @@ KINDS: dict[str, Kind] = {
     "Ctrl-C while saving": Kind(
         "on_save_checkpoint", _raise(KeyboardInterrupt()), said="KeyboardInterrupt", status="interrupted"
     ),
-    "StopIteration": Kind("training_step", _raise(StopIteration(WORDS)), said="training_step raised StopIteration"),
+    "StopIteration": Kind(
+        "training_step", _raise(StopIteration(WORDS)), said="training_step raised StopIteration", status="failed"
+    ),
     "a connection of the user's own": Kind(
         "on_train_batch_end", _raise(ConnectionResetError("Connection reset by peer")), said="ConnectionResetError"
     ),
-    "too deep recursion": Kind("training_step", recurse, said="RecursionError"),
+    "too deep recursion": Kind("training_step", recurse, said="RecursionError", status="failed"),
     "a message of megabytes": Kind("on_train_batch_end", _raise(ValueError(WORDS + "x" * 5_000_000))),
     "SIGKILL": Kind("training_step", be_killed, said="SIGKILL", status="interrupted"),
     "SIGKILL between steps": Kind("on_train_batch_end", be_killed, said="SIGKILL", status="interrupted"),
@@ -154,16 +157,28 @@ KINDS: dict[str, Kind] = {
         status="interrupted",
         same=False,
     ),
-    "SIGSEGV": Kind("training_step", crash, said="SIGSEGV"),
-    "abort": Kind("on_train_batch_end", os.abort, said="SIGABRT"),
-    "os._exit(3)": Kind("training_step", lambda: os._exit(3), said="exit status 3"),
-    "os._exit(0)": Kind("on_train_batch_end", lambda: os._exit(0), said="exit status 0"),
+    "SIGSEGV": Kind("training_step", crash, said="SIGSEGV", status="failed"),
+    "abort": Kind("on_train_batch_end", os.abort, said="SIGABRT", status="failed"),
+    "os._exit(3)": Kind("training_step", lambda: os._exit(3), said="exit status 3", status="failed"),
+    "os._exit(0)": Kind("on_train_batch_end", lambda: os._exit(0), said="exit status 0", status="failed"),
     "connections lost": Kind(
         "on_train_batch_end", lose_connections, said="", same=False, status="interrupted or failed"
     ),
-    "a collective of its own": Kind("on_train_batch_end", other_collective, said="", same=False, limit=40),
-    "no progress": Kind("on_train_batch_end", sleep_for_ever, said="no progress", timeout=12),
-    "no progress, in a lock": Kind("on_train_batch_end", wait_for_a_lock, said="no progress", timeout=12),
-    "SIGSTOP": Kind("on_train_batch_end", lambda: os.kill(os.getpid(), signal.SIGSTOP), said="no progress", timeout=12),
-    "no progress, holding the interpreter": Kind("on_train_batch_end", hang_in_c, said="no progress", timeout=12),
+    "a collective of its own": Kind(
+        "on_train_batch_end", other_collective, said="", same=False, limit=40, status="failed"
+    ),
+    "no progress": Kind("on_train_batch_end", sleep_for_ever, said="no progress", timeout=12, status="failed"),
+    "no progress, in a lock": Kind(
+        "on_train_batch_end", wait_for_a_lock, said="no progress", timeout=12, status="failed"
+    ),
+    "SIGSTOP": Kind(
+        "on_train_batch_end",
+        lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        said="no progress",
+        timeout=12,
+        status="failed",
+    ),
+    "no progress, holding the interpreter": Kind(
+        "on_train_batch_end", hang_in_c, said="no progress", timeout=12, status="failed"
+    ),
 }
