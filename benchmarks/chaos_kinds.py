@@ -108,7 +108,8 @@ KINDS: dict[str, Kind] = {
     "exception in training_step": Kind("training_step"),
     "exception in a block's forward": Kind("forward"),
     "exception in a block's backward": Kind("backward"),
-    "exception in validation_step": Kind("validation_step"),
+    # a pipeline that rehearses the step finds that it cannot cut it, and names other degrees as the remedy
+    "exception in validation_step": Kind("validation_step", status="error or failed"),
     "exception in the dataset": Kind("dataset"),
     "exception in a loader's worker": Kind("worker"),
     "loader's worker killed": Kind("worker", be_killed, said="DataLoader worker"),
