@@ -76,8 +76,9 @@ class SharePlanner(DefaultSavePlanner):
         return plans, metadata
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the piece that begins at an item's place."""
-        return next(tensor for start, tensor in self.state_dict[index.fqn].pieces if start == index.offset)
+        """Return the piece that begins at an item's place; of another directory it is read now, and not kept."""
+        found = next(tensor for start, tensor in self.state_dict[index.fqn].pieces if start == index.offset)
+        return found.whole() if isinstance(found, Stored) else found
 
 
 def _item(key: str, share: Share, piece: tuple[tuple[int, ...], Tensor]) -> WriteItem:

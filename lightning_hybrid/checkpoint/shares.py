@@ -88,13 +88,13 @@ def share_of(like: DTensor, whole: Tensor, *, replicate: bool = False, rows: Joi
     placements = [Replicate()] * like.device_mesh.ndim if replicate else like.placements
     slices = () if replicate else local_slices(like)
     if rows is None or not rows.fit(whole):
-        part = whole[slices]
+        part = whole.box(slices) if isinstance(whole, Stored) else whole[slices]
     elif replicate:
         part = whole.index_select(rows.dim, rows.order)
     else:
         mine = rows.order[slices[rows.dim]]
         part = whole.index_select(rows.dim, mine)[(*slices[: rows.dim], slice(None), *slices[rows.dim + 1 :])]
-    is_own = isinstance(whole, Stored)  # read just now, into memory that nobody else has
+    is_own = isinstance(whole, Stored)  # in memory that nobody else has
     local = part.detach().to(like.to_local().device, copy=not is_own, memory_format=torch.contiguous_format)
     stride = torch.empty(whole.shape, device="meta").stride()
     return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=whole.shape, stride=stride)

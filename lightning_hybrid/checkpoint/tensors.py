@@ -3,8 +3,8 @@
 :class:`Share`
     while saving: the whole tensor's shape, and the parts of it that this rank writes.
 :class:`Stored`
-    while loading: the whole tensor in a directory. What is cut out of it is read, and nothing else; whatever else is
-    done with it (``state["head.weight"] * 2`` in ``on_load_checkpoint``) is done with the tensor read as a whole.
+    while loading: the whole tensor in a directory, of which each rank reads its part. What hooks do with it
+    (``state["head.weight"] * 2`` in ``on_load_checkpoint``) is done with the tensor read as a whole, also in place.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _DESCRIBE = {
     Tensor.element_size,
     Tensor.is_floating_point,
     Tensor.is_complex,
+    Tensor.__len__,
     Tensor.__hash__,
 }
 _KEEP = {Tensor.detach, Tensor.clone, Tensor.cpu, Tensor.contiguous}
@@ -125,9 +126,11 @@ def keep(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Stored(_StandIn):
-    """A tensor in a directory. Slices and rows are read when they are taken; anything else reads all of it."""
+    """A tensor in a directory. Boxes and rows are read when they are taken; anything else reads all of it."""
 
     read: Reader
+    kept: Tensor | None = None
+    """All of it, once somebody has a view of it or has changed it: what is loaded from then on."""
 
     @classmethod
     def make(cls, shape: Sequence[int], dtype: torch.dtype, read: Reader) -> Any:
@@ -138,45 +141,69 @@ class Stored(_StandIn):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = cls._describe(func, args)
-        if found is not NotImplemented:
-            return found
-        if func is Tensor.__getitem__ and isinstance(args[0], Stored) and _is_box(args[1]):
-            return args[0]._box(args[1])
-        if func is Tensor.index_select and isinstance(args[0], Stored) and not kwargs and args[2].numel():
-            _, dim, index = args
-            first, last = int(index.min()), int(index.max())
-            return args[0]._box((slice(None),) * dim + (slice(first, last + 1),)).index_select(dim, index - first)
-        if func is Tensor.copy_ and isinstance(args[1], Stored) and args[0].shape == args[1].shape:
+        first = args[0] if args and isinstance(args[0], Stored) else None
+        if first is not None and first.kept is None:
+            found = cls._describe(func, args)
+            if found is not NotImplemented:
+                return found
+            if func is Tensor.index_select and len(args) == 3 and args[2].numel():
+                return first._rows(*args[1:])
+        elif first is None and func is Tensor.copy_ and _is_alike(*args[:2]):
             args[1].read_into(args[0])
             return args[0]
-        args, kwargs = _read_all(args), _read_all(kwargs or {})
-        return func(*args, **kwargs)
+        read: dict[int, tuple[Stored, Tensor]] = {}
+        result = func(*_read_all(args, read), **_read_all(kwargs or {}, read))
+        for stored, values in read.values():
+            if not _is_apart(result, values):
+                stored.kept = values
+        return result
+
+    def box(self, slices: Sequence[slice]) -> Tensor:
+        """Return a part, in memory that nobody else has."""
+        return self._box(slices) if self.kept is None else self.kept[tuple(slices)].clone()
 
     def read_into(self, tensor: Tensor, slices: Sequence[slice] = ()) -> None:
         """Read a box (by default all of it) into a tensor of its size, without a copy in between."""
         with torch.no_grad():
-            self._box(slices, tensor.detach())
+            if self.kept is None:
+                self._box(slices, tensor.detach())
+            else:
+                tensor.copy_(self.kept[tuple(slices)])
+
+    def whole(self) -> Tensor:
+        """Return all of it."""
+        return self._box(()) if self.kept is None else self.kept
+
+    def _rows(self, dim: int, index: Tensor) -> Tensor:
+        first, last = int(index.min()), int(index.max())
+        dim = range(self.ndim)[dim]
+        return self._box((slice(None),) * dim + (slice(first, last + 1),)).index_select(dim, index - first)
 
     def _box(self, slices: Sequence[slice], into: Tensor | None = None) -> Tensor:
         bounds = [part.indices(size) for part, size in zip(slices, self.shape, strict=False)]
         bounds += [(0, size, 1) for size in self.shape[len(bounds) :]]
         return self.read([start for start, *_ in bounds], [max(0, end - start) for start, end, _ in bounds], into)
 
-    def whole(self) -> Tensor:
-        """Read all of it."""
-        return self._box(())
+
+def _is_alike(tensor: Tensor, other: Any = None) -> bool:
+    return isinstance(other, Stored) and tensor.shape == other.shape
 
 
-def _is_box(index: Any) -> bool:
-    return isinstance(index, tuple) and all(isinstance(part, slice) and part.step in (None, 1) for part in index)
+def _is_apart(result: Any, values: Tensor) -> bool:
+    """Whether nobody has got hold of values, or changed them: only then the next one may read them anew."""
+    if isinstance(result, Tensor):
+        is_plain = result.layout == torch.strided
+        return not is_plain or result.untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
+    if isinstance(result, (list, tuple)):
+        return all(_is_apart(item, values) for item in result)
+    return isinstance(result, (bool, float, complex, str))  # not None, of operations in place; nor data_ptr()
 
 
-def _read_all(value: Any) -> Any:
+def _read_all(value: Any, read: dict[int, tuple[Stored, Tensor]]) -> Any:
     if isinstance(value, Stored):
-        return value.whole()
+        return read.setdefault(id(value), (value, value.whole()))[1]
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_read_all, value))
+        return type(value)(_read_all(item, read) for item in value)
     if isinstance(value, dict):
-        return {key: _read_all(item) for key, item in value.items()}
+        return {key: _read_all(item, read) for key, item in value.items()}
     return value

@@ -59,7 +59,7 @@ def state_bytes(optimizer: Optimizer) -> int | None:
     """
     total = 0
     for group in optimizer.param_groups:
-        for dtype in {p.dtype for p in group["params"]}:
+        for dtype in {p.dtype for p in group["params"] if p.requires_grad}:  # frozen ones may be integers
             states = _states_of_one(optimizer, group, dtype)
             if states is None:
                 return None

@@ -29,7 +29,7 @@ from lightning_hybrid.tensor_parallel.beside import copied, run_with_beside
 from lightning_hybrid.tensor_parallel.draws import draws_of, wrong_draws
 from lightning_hybrid.tensor_parallel.kinds import kind_of
 from lightning_hybrid.tensor_parallel.plan import TensorParallelPlan, layers_joined
-from lightning_hybrid.tensor_parallel.random_inputs import random_call, random_weights
+from lightning_hybrid.tensor_parallel.random_inputs import float_dtype, random_call, random_weights
 from lightning_hybrid.tensor_parallel.sequence import call_whole
 from lightning_hybrid.tensor_parallel.styles import joined_rows
 from lightning_hybrid.tensor_parallel.together import FailedElsewhere, together
@@ -239,7 +239,7 @@ class WholeBlock:
         Raises:
             DoesNotRun: if the block fails on these arguments.
         """
-        own = next(block.parameters()).dtype
+        own = float_dtype(block)
         for dtype in dict.fromkeys((torch.float32, own)):
             fresh = _without_draws(random_weights(copied(block).to(dtype)), call, dtype)
             ran = copied(fresh)
@@ -254,7 +254,7 @@ class WholeBlock:
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters and of the random inputs."""
-        return next(self.fresh.parameters()).dtype
+        return float_dtype(self.fresh)
 
     def arguments(self) -> Any:
         """Random arguments, the same at every call."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid.tensor_parallel.beside import copied
-from lightning_hybrid.tensor_parallel.random_inputs import random_call, random_weights
+from lightning_hybrid.tensor_parallel.random_inputs import float_dtype, random_call, random_weights
 
 __all__ = ["kind_of", "told_apart"]
 
@@ -97,7 +97,7 @@ def _numbered(blocks: Sequence[nn.Module], which: Sequence[int], call: Any, outp
 def _output(block: nn.Module, call: Any) -> Tensor:
     """What the block computes with weights that are equal for all of its kind; nothing if it does not run."""
     copy = random_weights(copied(block)).eval()
-    dtype = next(copy.parameters()).dtype
+    dtype = float_dtype(copy)
     args, kwargs = random_call(call, dtype)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -10,7 +10,13 @@ from torch.utils._pytree import tree_map
 
 from lightning_hybrid.training.snapshots import as_it_is
 
-__all__ = ["random_call", "random_weights"]
+__all__ = ["float_dtype", "random_call", "random_weights"]
+
+
+def float_dtype(block: nn.Module) -> torch.dtype:
+    """The dtype that a block computes in: that of its first parameter which is not an integer (quantised, a count)."""
+    found = (parameter.dtype for parameter in block.parameters() if parameter.is_floating_point())
+    return next(found, torch.get_default_dtype())
 
 
 def random_weights(block: nn.Module) -> nn.Module:

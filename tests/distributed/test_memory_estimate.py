@@ -169,7 +169,8 @@ def test_states_of_an_optimizer_are_counted_by_its_own_step(
     cls: Any, options: dict[str, Any], expected: int | None
 ) -> None:
     parameter = nn.Parameter(torch.ones(7))
-    optimizer = cls([parameter, nn.Parameter(torch.ones(3), requires_grad=False)], lr=0.1, **options)
+    frozen = [nn.Parameter(values, requires_grad=False) for values in (torch.ones(3), torch.arange(3))]
+    optimizer = cls([parameter, *frozen], lr=0.1, **options)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     calls: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))

@@ -82,9 +82,10 @@ def test_only_what_is_cut_out_is_read() -> None:
         False,
         [],
     )
-    assert torch.equal(stored[(slice(1, 3),)], whole[1:3])
+    assert torch.equal(stored.box((slice(1, 3),)), whole[1:3])
     assert torch.equal(stored.index_select(0, torch.tensor([4, 2])), whole[[4, 2]])
-    assert boxes == [((1, 0), (2, 4)), ((2, 0), (3, 4))]
+    assert torch.equal(stored.index_select(-1, torch.tensor([2, 1])), whole[:, [2, 1]])
+    assert boxes == [((1, 0), (2, 4)), ((2, 0), (3, 4)), ((0, 1), (6, 2))]
     assert torch.equal(stored * 2, whole * 2)
     assert boxes[-1] == ((0, 0), (6, 4))
     into = torch.zeros(3, 2, dtype=torch.float64)
@@ -101,6 +102,44 @@ def test_weights_are_read_into_their_place(tmp_path: Path) -> None:
         assert parameter.copy_(stored) is parameter
     assert (parameter.data_ptr(), parameter._version > version) == (place, True)
     assert torch.equal(parameter, content()["state_dict"]["embedding"].double())
+
+
+def half_of(tensor: torch.Tensor) -> None:
+    tensor[:2, :].zero_()
+    tensor[2] += 1
+
+
+IN_PLACE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "mul_": lambda tensor: tensor.mul_(2),
+    "slices": half_of,
+    "init": torch.nn.init.ones_,
+    "data": lambda tensor: tensor.data.view(-1).zero_(),
+    "numpy": lambda tensor: tensor.numpy().fill(3),
+    "foreach": lambda tensor: torch._foreach_mul_([tensor], 2.0),
+    "copy_": lambda tensor: tensor.copy_(torch.ones(4)),
+    "out": lambda tensor: torch.mul(tensor, 2, out=tensor),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_edits_in_place_are_loaded(name: str, tmp_path: Path) -> None:
+    whole = content()["state_dict"]["embedding"].clone()
+    stored = read_directory(save(tmp_path / "a.ckpt"))["state_dict"]["embedding"]
+    IN_PLACE[name](whole)
+    IN_PLACE[name](stored)
+    assert not torch.equal(whole, content()["state_dict"]["embedding"])
+    into = torch.zeros(2, 2)
+    stored.read_into(into, (slice(1, 3), slice(2, 4)))
+    for found, right in [(into, whole[1:3, 2:]), (stored.box((slice(1, 3),)), whole[1:3]), (stored.whole(), whole)]:
+        assert torch.equal(found, right)
+    assert torch.equal(torch.empty(whole.shape).copy_(stored), whole)
+
+
+def test_what_is_read_is_not_kept_without_need(tmp_path: Path) -> None:
+    stored = read_directory(save(tmp_path / "a.ckpt"))["state_dict"]["embedding"]
+    _ = stored * 2, stored.clone(), float(stored.sum()), len(stored), stored.double(), stored.to_sparse()
+    write_directory(as_shares({"state_dict": {"embedding": stored}}), tmp_path / "b.ckpt")
+    assert stored.kept is None
 
 
 def test_shares_are_not_computed_with() -> None:

@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_hybrid.building.materialize import values_to_try_with
 from lightning_hybrid.pipeline.holes import placeholder
+from lightning_hybrid.tensor_parallel.random_inputs import float_dtype
 
 
 def test_values_are_lent() -> None:
@@ -39,3 +40,10 @@ def test_very_large_ones_take_little_memory() -> None:
         weight = module.weight.detach()
         assert weight.untyped_storage().nbytes() < 2**24
         assert weight[:64].std() > 0.01 and not torch.equal(weight[0], weight[1])
+
+
+def test_integers_do_not_say_in_what_a_block_computes() -> None:
+    block = nn.Linear(2, 2, dtype=torch.bfloat16)
+    ids = nn.Parameter(torch.arange(3), requires_grad=False)
+    assert float_dtype(nn.ModuleList([nn.ParameterList([ids]), block])) == torch.bfloat16
+    assert float_dtype(nn.ParameterList([ids])) == torch.get_default_dtype()
