@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     ModelPruning,
     ModelSummary,
@@ -69,6 +70,13 @@ def _refuse(callback: Any, module: Any, layout: Layout) -> None:
             "ModelPruning replaces parameters by masked copies of them, and compares all weights of one process, while"
             f" ranks hold parts of the model (now: {layout}). Prune in one process: before training, or a checkpoint"
             " afterwards."
+        )
+    if isinstance(callback, BaseFinetuning) and (layout.tensor_parallel_size > 1 or layout.pipeline_parallel_size > 1):
+        raise UnsupportedError(
+            f"{type(callback).__name__} adds groups of parameters to optimizers during training, and finds them"
+            f" by their values, of which a rank has a part (now: {layout}). Give all parameters to the optimizer in"
+            " configure_optimizers, freeze them with requires_grad_(False) in __init__ and unfreeze them with"
+            " requires_grad_(True) in on_train_epoch_start; or use data parallelism alone."
         )
     norms = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
     if isinstance(callback, StochasticWeightAveraging) and norms:

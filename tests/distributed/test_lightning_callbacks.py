@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     BatchSizeFinder,
     DeviceStatsMonitor,
     EarlyStopping,
@@ -385,12 +386,14 @@ class OnMeta(Lit):
             lambda: StochasticWeightAveraging(0.1),
             r"StochasticWeightAveraging ends with .* statistics of norm .*Use WeightAveraging",
         ),
+        (Lit, BackboneFinetuning, r"BackboneFinetuning adds groups.*requires_grad_\(True\) in on_train_epoch_start"),
         (OnMeta, WeightAveraging, r"average of the weights cannot be taken from a checkpoint.*on the CPU"),
     ],
 )
 def test_refused_by_name(make: Any, callback: Any, words: str, tmp_path: Path) -> None:
     def train(rank: int) -> None:
-        trainer, rows = build(DEGREES["dp2"], [callback()], tmp_path, max_epochs=1)
+        degrees = DEGREES["pp2" if callback is BackboneFinetuning else "dp2"]
+        trainer, rows = build(degrees, [callback()], tmp_path, max_epochs=1)
         trainer.fit(make(), rows, ckpt_path=path if make is OnMeta else None)
 
     path = tmp_path / "start.ckpt"
