@@ -8,6 +8,7 @@ from typing import Literal
 
 from jsonargparse import ArgumentParser
 from rich.console import Console
+from rich.markup import escape
 
 from lightning_hybrid.commands.archive import ARCHIVE_COMMANDS
 from lightning_hybrid.commands.check import check_command
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _COMMANDS[chosen.subcommand](**vars(group))
     except HybridError as error:
-        Console(stderr=True).print(f"[red]{type(error).__name__}:[/red] {error}", highlight=False, soft_wrap=True)
+        text = f"[red]{type(error).__name__}:[/red] {escape(str(error))}"  # [hf] in it is no style
+        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
         return 1
     return 0
 

@@ -179,9 +179,9 @@ def _check(given: Form, to: Form | None, destination: Any, *, weights_only: bool
     if to == given:
         raise ConfigurationError(f"The source is {_NAMES[given]} already; copy it.")
     if "safetensors" in (given, to) and not weights_only:
-        what = "has no optimizer states or progress" if given == "safetensors" else "would lose them"
+        what = f"{'has no' if given == 'safetensors' else 'would lose'} optimizer states and progress,"
         raise ConfigurationError(
-            f"Safetensors hold weights alone, so the result {what} and cannot be resumed, only loaded. Say"
+            f"Safetensors hold weights alone, so the result {what} and can be loaded but not resumed. Say"
             " weights_only=True (--weights_only) if that is meant."
         )
     if (prefix or config) and "safetensors" not in (given, to):

@@ -104,10 +104,12 @@ def best_command(
         found = match and {"id": match.entry.id, "degrees": to_plain(match.degrees), "reason": match.reason}
         _print_json(found)
         return
-    console.print(match.reason if match else f"No entry of {archive} fits.", highlight=False, soft_wrap=True)
+    reason = match.reason if match else f"No entry of {archive} fits."
+    console.print(reason, highlight=False, markup=False, soft_wrap=True)
     for degrees, entry in failed.items():
         what = "ran out of memory" if entry.result.status == "oom" else "failed"
-        console.print(f"Not tried again: {describe(degrees)} {what} in {entry.id}.", highlight=False, soft_wrap=True)
+        text = f"Not tried again: {describe(degrees)} {what} in {entry.id}."
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _best(archive: Archive, like: str | None, num_devices: int | None) -> tuple[Match | None, dict[Layout, Entry]]:

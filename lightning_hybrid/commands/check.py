@@ -29,7 +29,7 @@ def check_command(factory: str, devices: int = 2, steps: int = 2, **arguments: A
     console = Console()
     for number, values in enumerate(check(_find(factory), devices, num_steps=steps, **arguments), 1):
         said = ", ".join(f"{name} {here:.8g} (one process: {one:.8g})" for name, (here, one) in values.items())
-        console.print(f"step {number}: {said}", highlight=False, soft_wrap=True)
+        console.print(f"step {number}: {said}", highlight=False, markup=False, soft_wrap=True)
     console.print("equal to one process")
 
 

@@ -142,7 +142,7 @@ def _write(output: str, planning: Planning) -> None:
         raise ConfigurationError(f"output={output!r} cannot be written ({error}); give a file in a folder.") from error
     best = planning.best
     text = f"{output}: {planning.profile.name} with {best.setup}, a step of {best.seconds:.3g} s"
-    Console().print(text, highlight=False, soft_wrap=True)
+    Console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _profile(model: str | None, sizes: dict[str, Any]) -> ModelProfile:
@@ -182,7 +182,8 @@ def _make(path: str) -> nn.Module:
         with from_here():
             factory = getattr(importlib.import_module(name), attribute)
             with torch.device("meta"):
-                module = factory()
+                made = factory()
+                module = made[0] if isinstance(made, tuple) and made else made  # with its loader, as for `check`
                 configure = getattr(module, "configure_model", None)
                 if callable(configure):
                     configure()

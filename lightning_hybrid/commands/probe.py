@@ -74,7 +74,12 @@ def probe_command(
         return
     console = _console()
     console.print(probe_tables(found), highlight=False)
-    console.print(f"Written to {path}: lightning-hybrid plan MODEL --cluster {path}", highlight=False, soft_wrap=True)
+    console.print(
+        f"Written to {path}: lightning-hybrid plan MODEL --cluster {path}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def probe_tables(cluster: Cluster) -> RenderableType:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -183,12 +184,13 @@ def _one_process(trainer: Trainer, module: Any, batches: list[list[tuple[Any, in
     module.__dict__["log"] = module.__dict__["log_dict"] = lambda *args, **kwargs: None
     module.zero_grad(set_to_none=True)
     number = trainer.accumulate_grad_batches
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)  # as Lightning does
     losses = []
     for rank, of_rank in enumerate(batches):
         for batch, batch_idx in of_rank:
             batch = trainer.strategy.batch_to_device(batch, trainer.strategy.root_device)
             with torch.enable_grad(), trainer.strategy.precision_plugin.train_step_context():
-                output = module.training_step(batch, batch_idx)
+                output = module.training_step(*((batch, batch_idx) if takes_index else (batch,)))
             loss = (output["loss"] if isinstance(output, dict) else output) / number
             (loss / len(batches)).backward()
             losses += [float(loss.detach())] if rank == 0 else []

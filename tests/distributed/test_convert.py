@@ -200,7 +200,7 @@ def test_what_cannot_be_converted_is_refused(plain: Path, tmp_path: Path) -> Non
         (plain, "file", "is a plain .ckpt file already; copy it"),
         (plain, None, "What shall .* be\\? Say to="),
         (plain, "zip", "to='zip' is none of"),
-        (plain, "safetensors", "would lose them and cannot be resumed"),
+        (plain, "safetensors", "would lose optimizer states and progress, and can be loaded but not resumed"),
     ]:
         with pytest.raises((CheckpointError, ConfigurationError), match=words):
             convert(source, tmp_path / "out", to)

@@ -108,6 +108,20 @@ def test_a_step_that_depends_on_the_rank_is_named_as_such() -> None:
     assert "look for what depends on the rank" in run_ranks(2, refused_by_rank)[0]
 
 
+class WithoutIndex(SGDGPT):
+    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+def make_without_index() -> tuple[L.LightningModule, Any]:
+    return WithoutIndex(num_blocks=2, width=16, num_heads=4, context_length=16), DataLoader(ROWS, batch_size=4)
+
+
+def test_a_step_need_not_take_the_index() -> None:
+    (values,) = check(make_without_index, 2, num_steps=1, pipeline_parallel_size=2)
+    assert values["grad_norm"][0] == pytest.approx(values["grad_norm"][1], rel=1e-5)
+
+
 def make() -> tuple[L.LightningModule, Any]:
     return SGDGPT(num_blocks=2, width=16, num_heads=4, context_length=16), DataLoader(ROWS, batch_size=4)
 

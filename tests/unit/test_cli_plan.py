@@ -117,6 +117,20 @@ def test_an_import_path_is_made_on_the_meta_device(capsys):
     assert found["num_parameters"] == sum(p.numel() for p in TwoBlocks().parameters())
 
 
+def two_blocks_and_loader():
+    return TwoBlocks(), []
+
+
+def test_a_factory_may_be_that_of_check(capsys):
+    path = f"{__name__}:two_blocks_and_loader"
+    code, out, _ = run(capsys, path, "--seq_length", "32", "--devices", "2", "--global_batch", "8", "--json")
+    assert code == 0 and json.loads(out)["model"] == "TwoBlocks"
+
+
+def test_brackets_of_a_message_are_no_style(capsys):
+    assert "no[hf]such" in run(capsys, "no[hf]such:Model", "--seq_length", "8")[2]
+
+
 def test_a_cluster_file_is_used(tmp_path, capsys):
     path = tmp_path / "cluster.json"
     path.write_text('{"device": "L40S", "num_devices": 4}')
