@@ -141,11 +141,24 @@ def _decide(strategy: Any, num_devices: int, refused: set[Layout]) -> ArchiveCho
             logger.warning("The archive is not used: %s", error)
         except Exception as error:  # a configure_model that wants its ranks
             logger.warning("The archive is not used, as this model cannot be known yet: %s", error)
-    if match is not None:
-        return ArchiveChoice(
-            layout=match.degrees, entry_id=match.entry.id, settings=vars(match.entry.settings), reason=match.reason
-        )
-    return choose_by_plan(strategy, module, num_devices, failed={*failed, *choice.tuned_failures, *refused})
+    not_again = {*failed, *choice.tuned_failures, *refused}
+    if match is None:
+        return choose_by_plan(strategy, module, num_devices, failed=not_again)
+    reason = match.reason + _second_opinion(strategy, module, num_devices, match, not_again)
+    return ArchiveChoice(
+        layout=match.degrees, entry_id=match.entry.id, settings=vars(match.entry.settings), reason=reason
+    )
+
+
+def _second_opinion(strategy: Any, module: Any, num_devices: int, match: Match, failed: set[Layout]) -> str:
+    """What the planner would take in place of degrees that were never measured on so many devices."""
+    if match.entry.hardware.num_devices == num_devices:
+        return ""
+    planned = choose_by_plan(strategy, module, num_devices, failed=failed)
+    if planned.planned is None or planned.layout == match.degrees:
+        return ""
+    other = describe(planned.layout)
+    return f" That was not measured on {num_devices} devices, and the planner would take {other}: give them to compare."
 
 
 def _ask_archive(

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt.module import LitGPT
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.archive import fingerprint_module
+from lightning_hybrid.archive import Match, fingerprint_module
 from lightning_hybrid.batches.randomness import is_same_state, random_state
 from lightning_hybrid.callbacks import ConfigArchive
 from lightning_hybrid.choosing import choose as choose_layouts
@@ -24,7 +24,9 @@ from lightning_hybrid.choosing.run_facts import BatchFacts, batch_facts, cluster
 from lightning_hybrid.errors import UnsupportedError
 from lightning_hybrid.layout import Layout
 from lightning_hybrid.planner import Cluster
+from lightning_hybrid.planner.setup import describe
 from tests.distributed.zoo import ZOO
+from tests.unit.archive_entries import make_entry
 
 
 def small() -> LitGPT:
@@ -146,6 +148,21 @@ def test_chosen_degrees_that_are_refused_give_way_to_the_next(
     with pytest.raises(UnsupportedError, match="no replicas"):
         choose_layouts.choose_layout(given)
     assert chosen_values(given.choice) == {}
+
+
+def test_an_entry_of_another_number_of_devices_meets_the_planner_s_opinion() -> None:
+    module, strategy = small(), run_of(small())
+
+    def said(entry: Any, degrees: Layout) -> str:
+        match = Match(entry=entry, degrees=degrees, reason="")
+        return choose_layouts._second_opinion(strategy, module, 4, match, set())
+
+    best = choose(module).layout
+    other = Layout(pipeline_parallel_size=4)
+    assert best != other
+    assert f"the planner would take {describe(best)}: give them" in said(make_entry("a", (1, 1, 2)), other)
+    assert said(make_entry("a", (1, 1, 2)), best) == ""
+    assert said(make_entry("a", (1, 1, 4)), other) == ""  # measured facts count
 
 
 def test_tensor_parallelism_only_where_a_plan_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
