@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from benchmarks.planner_fit import fit
 from benchmarks.planner_rows import Case, cases_of, is_out_of_memory, read_rows
+from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.planner import Estimate, estimate
 from lightning_hybrid.planner.constants import FITTED, Constants
 from lightning_hybrid.planner.rules import MEMORY_SHARE, advise, preference
@@ -112,7 +113,8 @@ def report(answers: Sequence[Answer], left_out: Sequence[str]) -> list[str]:
     """All figures, as lines."""
     timed = [found for found in answers if found.case.seconds is not None]
     measured = [found for found in answers if found.case.gigabytes is not None]
-    lines = [f"{len(answers)} rows could be asked, {len(left_out)} not:", *(f"  {why}" for why in left_out[:5])]
+    lines = [f"{len(answers)} rows could be asked: {len(timed)} with a step time, {len(measured)} with memory"]
+    lines += ["left out:" if left_out else "none left out", *(f"  {why}" for why in left_out)]
     if timed:
         lines += ["", summary("STEP TIME, all usable rows", [found.time_error for found in timed])]
         for title, key in _KEYS.items():
@@ -183,7 +185,10 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="print constants fitted to these files")
     parser.add_argument("--leave-out", action="store_true", help="fit without each source, and show the error on it")
     arguments = parser.parse_args()
-    cases, left_out = cases_of(read_rows(arguments.files))
+    try:
+        cases, left_out = cases_of(read_rows(arguments.files))
+    except ConfigurationError as error:
+        parser.error(str(error))
     print("\n".join(report(answer(cases), left_out)))
     if arguments.fit:
         found = fit(thinned([case for case in cases if case.seconds is not None]), Constants())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_hybrid.errors import HybridError
+from lightning_hybrid.errors import ConfigurationError, HybridError
 from lightning_hybrid.layout import Layout
-from lightning_hybrid.planner import Cluster, ModelProfile, Setup
+from lightning_hybrid.planner import Cluster, ModelProfile, Setup, estimate
 from lightning_hybrid.planner.gpus import find_gpu
 
 _GATED = ("llama", "mistral", "mixtral", "qwen", "gemma", "olmo", "yi-", "swiglu", "gated", "deepseek")
@@ -27,6 +29,15 @@ _SCHEDULES = (
     ("dualpipe", "DualPipeV"),
     ("gpipe", "GPipe"),
 )
+_NEEDED = ("gpu", "layers", "hidden", "seq", "num_gpus")
+_WHOLE = (
+    *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "num_experts", "experts_per_token", "num_gpus"),
+    *("gpus_per_node", "tp", "pp", "vpp", "dp", "dp_replicate", "dp_shard", "cp", "zero_stage", "micro_batch"),
+    *("num_micro_batches", "global_batch"),
+)
+#: What tells the time of a step, nearest to the clock first.
+_TIMES = ("iter_time_s", "tokens_per_s_per_gpu", "samples_per_s_per_gpu", "tflops_per_gpu", "mfu")
+_REAL = (*_TIMES, "gpu_mem_gb", "mfu_peak_tflops", "memory_gb")
 
 
 @dataclass(frozen=True)
@@ -43,33 +54,77 @@ class Case:
     @property
     def label(self) -> str:
         row = self.row
-        return f"#{row.get('id')} {row['source'][:34]} {row.get('model') or ''}"
+        return f"#{row.get('id')} {str(row['source'])[:34]} {row.get('model') or ''}"
 
 
 def read_rows(paths: Iterable[str]) -> list[dict[str, Any]]:
-    """All rows; each remembers its file, whose groups are its own."""
-    return [{**row, "file": Path(path).name} for path in paths for row in json.loads(Path(path).read_text())]
+    """All rows; each remembers its file, whose groups are its own.
+
+    Raises:
+        ConfigurationError: if a file cannot be read, or is no list of objects.
+    """
+    rows = []
+    for path in paths:
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{path} cannot be read as JSON: {error}") from error
+        if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+            raise ConfigurationError(f"{path} must hold a list of objects, one for each row.")
+        rows += [{"source": "(no source)", **row, "file": Path(path).name} for row in found]
+    return rows
 
 
 def cases_of(rows: Iterable[Mapping[str, Any]]) -> tuple[list[Case], list[str]]:
-    """The rows that can be asked, and for each other one why not."""
-    cases, left_out = [], []
+    """The rows that can be asked, and why the others cannot, by source and reason."""
+    cases, left_out = [], defaultdict(list)
     for row in rows:
         try:
-            cases.append(case_of(row))
-        except (HybridError, KeyError, TypeError, ZeroDivisionError) as error:
-            why = error if isinstance(error, HybridError) else "sizes or degrees are missing"
-            left_out.append(f"#{row.get('id')} {row.get('source')}: {why}")
-    return cases, left_out
+            case = case_of(row)
+            estimate(case.profile, case.cluster, case.setup)  # what does not fit together shows here
+            cases.append(case)
+        except Exception as error:  # rows may come from anybody; none may end the command
+            why = str(error) if isinstance(error, HybridError) else f"{type(error).__name__}: {error}"
+            left_out[f"{row.get('source')}: {why}"].append(f"#{row.get('id')}")
+    return cases, [
+        f"{len(ids)} of {why} ({', '.join(ids[:3])}{', ...' * (len(ids) > 3)})" for why, ids in left_out.items()
+    ]
 
 
 def case_of(row: Mapping[str, Any]) -> Case:
-    """One row as a question."""
+    """One row as a question.
+
+    Raises:
+        ConfigurationError: if a field that is needed is missing, or a number is none.
+    """
+    row = _with_numbers(row)
     profile, cluster = _profile(row), _cluster(row)
     setup = _setup(row)
-    seconds = _seconds(row, profile, cluster) if row.get("usable_time") else None
-    gigabytes = row.get("memory_gb") if row.get("usable_memory") else None
+    is_timed = row.get("usable_time", any(row.get(name) for name in _TIMES))
+    seconds = _seconds(row, profile, cluster) if is_timed else None
+    gigabytes = (row.get("memory_gb") or None) if row.get("usable_memory", True) else None
     return Case(row, profile, cluster, setup, seconds, gigabytes)
+
+
+def _with_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with numbers where it has strings that are numbers."""
+    if missing := [name for name in _NEEDED if row.get(name) in (None, "", 0)]:
+        raise ConfigurationError(f"{', '.join(missing)} missing")
+    numbers = {name: _number(name, row[name]) for name in (*_WHOLE, *_REAL) if row.get(name) not in (None, "")}
+    return {**row, **numbers}
+
+
+def _number(name: str, value: Any) -> float:
+    """A number that may be: finite, not negative, whole where it counts something."""
+    try:
+        found = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf or (name in _WHOLE and found % 1):
+        raise ConfigurationError(
+            f"{name}={value!r} is no {'whole number' if name in _WHOLE else 'number'} of at least 0"
+        )
+    return int(found) if name in _WHOLE else found
 
 
 def is_out_of_memory(row: Mapping[str, Any]) -> bool:
@@ -87,7 +142,7 @@ def _profile(row: Mapping[str, Any]) -> ModelProfile:
         name=row.get("model") or "model",
         num_layers=row["layers"],
         hidden_size=row["hidden"],
-        num_heads=row["heads"] or max(1, row["hidden"] // 128),
+        num_heads=row.get("heads") or max(1, row["hidden"] // 128),
         num_kv_heads=row.get("kv_heads"),
         ffn_size=row.get("ffn"),
         vocab_size=row.get("vocab") or 50304,
@@ -101,9 +156,9 @@ def _profile(row: Mapping[str, Any]) -> ModelProfile:
 
 
 def _cluster(row: Mapping[str, Any]) -> Cluster:
-    name = row["gpu"]
+    name = str(row["gpu"])
     if row.get("gpu_mem_gb") and "GB" not in name.split("(")[0]:
-        name = f"{name.split('(')[0]} {row['gpu_mem_gb']}GB"
+        name = f"{name.split('(')[0]} {row['gpu_mem_gb']:g}GB"
     usual = find_gpu(name).per_node
     per_node = usual if usual > 16 else row.get("gpus_per_node") or usual  # a rack of NVL72 is one node of links
     return Cluster.named(name, row["num_gpus"], per_node=per_node, network_gbits=_gbits(row.get("inter_link"), row))
@@ -203,6 +258,8 @@ def _seconds(row: Mapping[str, Any], profile: ModelProfile, cluster: Cluster) ->
         return batch / (row["samples_per_s_per_gpu"] * devices)
     if row.get("tflops_per_gpu"):
         return batch * _flops_as_defined(row, profile) / (row["tflops_per_gpu"] * 1e12 * devices)
+    if not row.get("mfu"):
+        raise ConfigurationError(f"no time: none of {', '.join(_TIMES)}")
     peak = (row.get("mfu_peak_tflops") or cluster.gpu.peak("bf16") / 1e12) * 1e12
     return batch * profile.flops_per_sample / (row["mfu"] * peak * devices)
 

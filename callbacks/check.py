@@ -85,7 +85,12 @@ def _run(
 ) -> tuple[Compared, str]:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
     torch.manual_seed(0)
-    module, loader = make()
+    made: Any = make()
+    if not isinstance(made, (tuple, list)) or len(made) != 2 or not isinstance(made[0], LightningModule):
+        what = f"{len(made)} values" if isinstance(made, (tuple, list)) else type(made).__name__
+        name = getattr(make, "__name__", make)
+        raise ConfigurationError(f"{name} gave {what}; it must return (LightningModule, training loader).")
+    module, loader = made
     verify = Verify(num_steps, tolerance=tolerance)
     trainer = Trainer(
         accelerator="cpu",

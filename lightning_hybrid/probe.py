@@ -67,6 +67,8 @@ def probe(
             )
         return _probe_as_rank("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), quick, layout, timeout)
     gpus = torch.cuda.device_count()
+    if devices is not None and devices < 1:
+        raise ConfigurationError(f"devices={devices} to probe must be at least 1.")
     count = devices or gpus or 1
     if 0 < gpus < count:
         raise ConfigurationError(f"There are {gpus} GPUs, not {count}; use at most {gpus} devices.")

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_hybrid.archive.document import from_plain, to_plain
 from lightning_hybrid.errors import ArchiveError
@@ -50,6 +50,7 @@ SCHEMA = 1
 REVISION = 3
 
 Status = Literal["running", "ok", "interrupted", "oom", "failed", "error"]
+STATUSES: tuple[Status, ...] = get_args(Status)
 Scalar = bool | int | float | str | None
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")

@@ -12,7 +12,7 @@ from typing import Any
 import fsspec
 
 from lightning_hybrid.archive.document import to_plain
-from lightning_hybrid.archive.entry import Entry
+from lightning_hybrid.archive.entry import STATUSES, Entry
 from lightning_hybrid.archive.row import Known, Row
 from lightning_hybrid.archive.store import MAX_BYTES, Archive
 from lightning_hybrid.errors import ArchiveError
@@ -34,6 +34,15 @@ class Filter:
     since: str | None = None
     """Beginning of a time, such as ``2026-07``."""
     until: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no entry can have.
+
+        Raises:
+            ArchiveError: if the status is none.
+        """
+        if self.status is not None and self.status not in STATUSES:
+            raise ArchiveError(f"status={self.status!r} is none; entries have {', '.join(STATUSES)}")
 
     def __call__(self, row: Row) -> bool:
         """Whether an entry's row is meant."""

@@ -63,11 +63,11 @@ def probe_command(
         names = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
         degrees = {name: value or "auto" for name, value in zip(names, given, strict=True)}
         layout = resolve_layout(count, replicate_size=replicate_size, **degrees)
+    path = Path(output)
+    _check_writable(path)  # before anything is measured
     found = probe(devices, quick=quick, layout=layout, timeout=timeout)
     if int(os.environ.get("RANK", "0")) != 0:
         return
-    path = Path(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(found.to_json() + "\n", encoding="utf-8")
     if json:
         sys.stdout.write(found.to_json() + "\n")
@@ -80,6 +80,14 @@ def probe_command(
         markup=False,
         soft_wrap=True,
     )
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigurationError(f"output={str(path)!r} cannot be written ({error}); give a file.") from error
 
 
 def probe_tables(cluster: Cluster) -> RenderableType:
@@ -176,6 +184,11 @@ def doctor_command(
     """
     from lightning_hybrid.machine.doctor_facts import gather_facts
 
+    for name, value in (("devices", devices), ("nodes", nodes)):
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name}={value} must be at least 1.")
+    if nccl_log is not None and not Path(nccl_log).is_file():
+        raise ConfigurationError(f"nccl_log={nccl_log!r} is no file; run with NCCL_DEBUG=INFO NCCL_DEBUG_FILE=FILE.")
     known = _read_facts(facts) if facts else gather_facts(ranks=devices, nodes=nodes, nccl_log=nccl_log)
     findings = examine(known)
     if json:

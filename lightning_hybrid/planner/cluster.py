@@ -82,6 +82,9 @@ class Cluster:
         """
         if (peak is None) != (memory is None):
             raise ConfigurationError("Give both, peak (TFLOP/s) and memory (GiB), or neither of them.")
+        for name, value in (("peak", peak), ("memory", memory)):
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"{name}={value!r} of a device must be a positive number.")
         gpu = find_gpu(device) if peak is None or memory is None else unlisted_gpu(device, peak, memory)
         return cls._of(gpu, num_devices, per_node=per_node, link=link, network_gbits=network_gbits)
 
@@ -96,14 +99,14 @@ class Cluster:
         network_gbits: float | None = None,
         seats: float | None = None,
     ) -> Cluster:
-        full = per_node or gpu.per_node
+        full = gpu.per_node if per_node is None else per_node
         return cls(
             gpu=gpu,
             num_devices=num_devices,
             per_node=min(full, num_devices),
             seats=seats,
-            link=link or gpu.link,
-            network=(network_gbits or gpu.network * full) / 8,
+            link=gpu.link if link is None else link,
+            network=(gpu.network * full if network_gbits is None else network_gbits) / 8,
         )
 
     @classmethod

@@ -70,6 +70,9 @@ class ModelProfile:
         for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "seq_length"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r} of a model must be at least 1.")
+        for name in ("ffn_size", "vocab_size"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} of a model must be at least 0.")
         if self.num_heads % self.num_kv_heads:
             raise ConfigurationError(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}: each key and value head"

@@ -53,8 +53,10 @@ def sizes_of_config(config: Any, seq_length: int | None = None) -> dict[str, Any
     """Return the arguments of :meth:`ModelProfile.from_sizes`.
 
     Raises:
-        ConfigurationError: if a size is missing.
+        ConfigurationError: if a size is missing, or ``config`` is none.
     """
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        raise ConfigurationError(f"A config is an object with sizes by name, not {type(config).__name__}.")
     values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     if isinstance(values.get("text_config"), Mapping):
         values = {**values, **values["text_config"]}
@@ -65,7 +67,10 @@ def sizes_of_config(config: Any, seq_length: int | None = None) -> dict[str, Any
             found[size] = value
     if seq_length is not None:
         found["seq_length"] = seq_length
-    if missing := [size for size in _NEEDED if size not in found]:
+    missing = [size for size in _NEEDED if size not in found]
+    if missing == ["seq_length"]:
+        raise ConfigurationError("The config does not say how long its samples are: give seq_length (--seq_length).")
+    if missing:
         raise ConfigurationError(
             f"The config says nothing of {', '.join(missing)} (looked for"
             f" {', '.join(name for size in missing for name in _NAMES[size])}); use ModelProfile.from_sizes."

@@ -162,8 +162,10 @@ def plan(
         constants: What was fitted to measurements.
 
     Raises:
-        ConfigurationError: if the batch is not positive.
+        ConfigurationError: if the batch or ``most`` is not positive, or the precision is unknown.
     """
+    if most < 1:
+        raise ConfigurationError(f"most={most} plans to return must be at least 1.")
     if global_batch < 1:
         raise ConfigurationError(f"global_batch={global_batch} must be at least 1.")
     if precision not in PRECISIONS:

@@ -119,12 +119,16 @@ def test_a_wrong_row_is_found_out():
 
 
 def test_rows_that_cannot_be_asked_are_named():
-    rows = [SELECTIVE | GPT_22B | {"iter_time_s": 1.1}, SELECTIVE | {"id": 7}, SELECTIVE | GPT_22B | {"gpu": "Abacus"}]
+    good = SELECTIVE | GPT_22B | {"iter_time_s": 1.1}
+    rows = [good, SELECTIVE | {"id": 7}, good | {"gpu": "Abacus"}, good | {"layers": "48"}]  # a string is a number too
+    rows += [good | {"micro_batch": "many"}, good | {"usable_memory": True, "memory_gb": [1]}]
     cases, left_out = cases_of(rows)
-    assert len(cases) == 1
-    assert "#7" in left_out[0] and "missing" in left_out[0] and "No data of a device 'Abacus'" in left_out[1]
+    assert [case.seconds for case in cases] == [1.1, 1.1]
+    words = ("#7", "No data of a device 'Abacus'", "micro_batch='many'", "memory_gb=[1]")
+    assert all(word in reason for word, reason in zip(words, left_out, strict=True)) and "missing" in left_out[0]
     lines = report(answer(cases), left_out)
-    assert lines[0] == "1 rows could be asked, 2 not:" and any("STEP TIME" in line for line in lines)
+    assert lines[0] == "2 rows could be asked: 2 with a step time, 0 with memory"
+    assert any("STEP TIME" in line for line in lines)
 
 
 def test_figures_that_sources_print_become_seconds():

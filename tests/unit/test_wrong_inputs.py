@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ def test_the_command_line_says_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "numbers.json").write_text("[1, 2]")
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+    (tmp_path / "sizeless.json").write_text(json.dumps(sizes))
     faults = []
     for command, words in COMMANDS:
         try:

@@ -83,6 +83,8 @@ def _ranks(variables: dict[str, str], num_nodes: int = 1) -> None:
         check_rank_variables(LightningEnvironment(), num_devices=2, num_nodes=num_nodes)
 
 
+_SIZES = ("--num_layers", "4", "--hidden_size", "64", "--num_heads", "4", "--seq_length", "128")
+
 #: Group -> how its inputs are used.
 GROUPS: dict[str, Callable[[Any, Path], Any]] = {
     "strategy": lambda given, _: Hybrid3DStrategy(**given),
@@ -351,6 +353,20 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     (["plan", "--cluster", "nowhere.json", "--num_layers", "4"], ("nowhere.json",)),
     (["plan"], ("num_layers", "model")),
     (["plan", "--speed", "3"], ("speed",)),
+    (["plan", "numbers.json", "--seq_length", "8"], ("config", "list")),
+    (["plan", "sizeless.json"], ("seq_length",)),
+    (["plan", *_SIZES, "--per_node", "0"], ("per_node=0", "positive")),
+    (["plan", *_SIZES, "--network_gbits", "0"], ("network", "positive")),
+    (["plan", *_SIZES, "--device", "Mine", "--peak", "0", "--memory", "80"], ("peak=0", "positive")),
+    (["plan", *_SIZES, "--most", "0"], ("most=0", "at least 1")),
+    (["plan", *_SIZES, "--ffn_size", "-2"], ("ffn_size=-2", "at least 0")),
+    (["plan", *_SIZES, "--vocab_size", "-2"], ("vocab_size=-2", "at least 0")),
+    (["probe", "--devices", "-1"], ("devices=-1", "at least 1")),
+    (["probe", "--quick", "--devices", "1", "--output", "numbers.json/x.json"], ("output", "file")),
+    (["doctor", "--devices", "-3"], ("devices=-3", "at least 1")),
+    (["doctor", "--nccl_log", "nowhere.log"], ("nowhere.log", "NCCL_DEBUG")),
+    (["archive", "list", "--status", "great"], ("great", "oom")),
+    (["check", "collections:OrderedDict"], ("OrderedDict", "training loader")),
     (["archive"], ("subcommand",)),
     (["archive", "fly"], ("fly", "list")),
     (["archive", "show", "x", "--url", "nosuchprotocol://x"], ("nosuchprotocol",)),
