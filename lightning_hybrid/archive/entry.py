@@ -54,7 +54,7 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 Scalar = bool | int | float | str | None
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-_TIME = "%Y-%m-%dT%H:%M:%SZ"
+TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +259,7 @@ class Entry:
             )
         for name, value in (("time", self.time), ("updated", self.updated)):
             try:
-                datetime.strptime(value, _TIME)
+                datetime.strptime(value, TIME)
             except ValueError:
                 raise ArchiveError(f"{name} is {value!r}, which is not of the form 2026-07-31T09:30:00Z.") from None
         if self.degrees.world_size != self.hardware.num_devices:
@@ -303,7 +303,7 @@ def is_id(text: str) -> bool:
 
 def now() -> str:
     """Return the present time in the form that entries use."""
-    return datetime.now(timezone.utc).strftime(_TIME)
+    return datetime.now(timezone.utc).strftime(TIME)
 
 
 def new_id(model: Fingerprint, time: str) -> str:

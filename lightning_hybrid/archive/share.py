@@ -6,13 +6,14 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
 from lightning_hybrid.archive.document import to_plain
-from lightning_hybrid.archive.entry import STATUSES, Entry
+from lightning_hybrid.archive.entry import STATUSES, TIME, Entry
 from lightning_hybrid.archive.row import Known, Row
 from lightning_hybrid.archive.store import MAX_BYTES, Archive
 from lightning_hybrid.errors import ArchiveError
@@ -39,10 +40,15 @@ class Filter:
         """Refuse what no entry can have.
 
         Raises:
-            ArchiveError: if the status is none.
+            ArchiveError: if the status is none, or a time is not the beginning of one.
         """
         if self.status is not None and self.status not in STATUSES:
             raise ArchiveError(f"status={self.status!r} is none; entries have {', '.join(STATUSES)}")
+        for name, value in (("since", self.since), ("until", self.until)):
+            if value is not None and not _begins_a_time(value):
+                raise ArchiveError(
+                    f"{name}={value!r} is no time or beginning of one, such as 2026-07 or 2026-07-31T09:30"
+                )
 
     def __call__(self, row: Row) -> bool:
         """Whether an entry's row is meant."""
@@ -58,9 +64,20 @@ class Filter:
 
     def entries(self, known: Known, *, last: int = 0) -> list[Entry]:
         """Return the entries that are meant, oldest first; of the newest at most ``last`` (0: all)."""
+        if last < 0:
+            raise ArchiveError(f"last={last} must be at least 0 (all)")
         rows = sorted((row for row in known if self(row)), key=lambda row: (row.time, row.id))
         loaded = (known.load(row) for row in (rows[-last:] if last else rows))
         return [entry for entry in loaded if entry is not None]
+
+
+def _begins_a_time(text: str) -> bool:
+    first = "0001-01-01T00:00:00Z"
+    try:
+        datetime.strptime(text + first[len(text) :], TIME)
+    except ValueError:
+        return False
+    return True
 
 
 def find_entry(wanted: Entry | str | os.PathLike[str] | dict[str, Any], archive: str | os.PathLike[str]) -> Entry:

@@ -73,7 +73,7 @@ def list_command(
         console = _console()
         console.print(_table(entries, narrow=console.width < _WIDTH_OF_TABLE))
     else:
-        Console().print(f"No such entries in {archive}.", highlight=False)
+        Console().print(f"No such entries in {archive}.", highlight=False, markup=False)
 
 
 def show_command(entry: str, url: str = "archive") -> None:
@@ -97,6 +97,8 @@ def best_command(
         url: The archive: a folder or any fsspec URL.
         json: Print JSON for programs.
     """
+    if num_devices is not None and num_devices < 1:
+        raise ArchiveError(f"num_devices={num_devices} must be at least 1")
     console, archive = Console(), Archive(url)
     with no_collection():
         match, failed = _best(archive, like, num_devices)
@@ -205,7 +207,10 @@ def _entries_of(source: str) -> Iterator[Entry | str]:
     elif source.endswith((".json", ".jsonl")):
         yield from read_entries(source)
     else:
-        yield from Archive(source).list()
+        entries = Archive(source).list()
+        if not entries:
+            raise ArchiveError(f"{source} has no entries: it is no archive, or an empty one")
+        yield from entries
 
 
 def _download(name: str, folder: str) -> Path:

@@ -187,7 +187,7 @@ def _make(path: str) -> nn.Module:
                 configure = getattr(module, "configure_model", None)
                 if callable(configure):
                     configure()
-    except Exception as error:  # user code, called where it did not expect it
+    except (Exception, SystemExit) as error:  # user code, called where it did not expect it
         raise ConfigurationError(
             f"{path} cannot be made without arguments, on the meta device: {type(error).__name__}: {error}"
         ) from error

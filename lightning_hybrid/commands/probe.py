@@ -56,7 +56,7 @@ def probe_command(
 
     given = (data_parallel_size, tensor_parallel_size, pipeline_parallel_size)
     layout = None
-    if any(given):
+    if any(given) or replicate_size != 1:
         count = devices or int(os.environ.get("WORLD_SIZE", "0"))
         if not count:
             raise ConfigurationError("With degrees, say how many ranks there are: --devices N.")

@@ -311,9 +311,9 @@ class Watch:
                 self.hub.kill_silent()
             for worker in multiprocessing.active_children():
                 worker.kill()
-            self.last_rows()
             sys.stdout.flush()
             sys.stderr.flush()
+            self.last_rows()
         os._exit(1)
 
     _has_said = False
