@@ -118,6 +118,8 @@ def _watch(processes: list[subprocess.Popen[Any]], trainer: Any) -> None:
 
 def exit_codes(processes: list[subprocess.Popen[Any]]) -> list[int | None]:
     """Return exit codes (``None``: still running), and leave them to be seen by the hub, which names the signal."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return [process.poll() for process in processes]
     statuses = [exit_status(process.pid) if process.returncode is None else None for process in processes]
     return [
         process.returncode if status is None else os.waitstatus_to_exitcode(status)
