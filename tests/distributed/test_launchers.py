@@ -190,7 +190,6 @@ def test_the_strategy_has_names(whole_norm: float) -> None:
 @pytest.mark.parametrize(
     ("how", "rank", "by", "degrees"),
     [
-        ("popen", "0", "raise", "1 1 2"),
         ("popen", "1", "exit", "1 1 2"),
         ("popen", "1", "raise", "2 1 1"),  # rank 0 waits in a collective, and cannot raise anything
         ("fork", "1", "raise", "1 1 2"),
