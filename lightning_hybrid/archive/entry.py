@@ -2,7 +2,8 @@
 
 Versions: :data:`SCHEMA` grows when an old reader would misunderstand the document, and such a reader refuses it;
 :data:`REVISION` grows when a field with a default or a status is added. An older reader ignores unknown fields of a
-newer revision, and passes over documents with a status that it does not know. In a document of its own revision an unknown field is damage and is refused.
+newer revision, and passes over documents with a status that it does not know. In a document of its own revision an
+unknown field is damage and is refused.
 
 An entry never holds environment variables. Messages of failures pass through
 :func:`lightning_hybrid.archive.surroundings.redact` before they get here.
