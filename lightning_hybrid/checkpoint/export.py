@@ -87,6 +87,7 @@ def _whole_module(trainer: Any) -> tuple[nn.Module, StateKeys, Any]:
     strategy, module = trainer.strategy, trainer.lightning_module
     if isinstance(strategy, CheckpointHooks) and strategy._part is not None and strategy._module_of_part is module:
         strategy.refuse_apart("save_safetensors")
+        strategy.close_window("checkpoint")
         return module, strategy._part.keys, strategy.device_mesh
     if not isinstance(strategy, (CheckpointHooks, DDPStrategy, SingleDeviceStrategy)):
         raise UnsupportedError(

@@ -108,6 +108,9 @@ class CheckpointHooks(AxisCollectives):
         keys: StateKeys = self._part.keys
         return keys
 
+    def close_window(self, event: str) -> None:
+        """Have replicas be equal before ``event``, unless the user said otherwise. A collective while training."""
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state, on rank 0; shares of it, on all ranks, for a sharded checkpoint. A collective."""

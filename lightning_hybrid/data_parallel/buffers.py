@@ -11,6 +11,7 @@ optimizer trains.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -130,14 +131,41 @@ class _Look:
 
     @classmethod
     def at(cls, buffer: Tensor) -> _Look:
-        values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+        values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).reshape(-1)
+        if not values.is_floating_point() and values.element_size() == 8:
+            values = values.view(torch.int32)  # of which doubles hold every digit
         if not values.is_floating_point() or values.element_size() == 1:
             values = values.double()
         norm = torch.linalg.vector_norm(values, dtype=torch.float64)
-        return cls(buffer.shape, buffer.dtype, torch.stack([values.sum(dtype=torch.float64), norm]))
+        return cls(
+            buffer.shape, buffer.dtype, torch.stack([values.sum(dtype=torch.float64), norm, _by_place(values).double()])
+        )
 
     def differs(self, other: _Look) -> Tensor | bool:
         """Whether values changed; NaN counts as changed."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
             return True
         return (self.sums != other.sums.to(self.sums.device)).any()
+
+
+#: Values that have weights of their own in :func:`_by_place`.
+_ROW = 1024
+
+
+def _by_place(values: Tensor) -> Tensor:
+    """Return a sum in which each place has a weight of its own: a queue that is shifted keeps its sum and its norm."""
+    with torch.autocast(values.device.type, enabled=False):
+        values = values.float() if values.element_size() == 2 else values
+        weights = _weights(values.dtype, values.device)
+        num_rows = len(values) // _ROW
+        rest = values[num_rows * _ROW :]
+        last = torch.dot(rest, weights[: len(rest)])
+        if not num_rows:
+            return last
+        of_rows = torch.arange(2, num_rows + 2, dtype=values.dtype, device=values.device).log_()
+        return last + torch.dot(values[: num_rows * _ROW].view(-1, _ROW) @ weights, of_rows)
+
+
+@functools.cache
+def _weights(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.arange(1, _ROW + 1, dtype=dtype, device=device).sqrt_()

@@ -112,8 +112,8 @@ class ReplicaHooks(EvaluationHooks):
                 self.replicas.after_step()
         self._stepped = False
 
+    @override
     def close_window(self, event: str) -> None:
-        """Have replicas be equal before ``event``, unless the user said otherwise. A collective while training."""
         module: Any = self.lightning_module
         if self.replicas is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self.replicas.close(event)

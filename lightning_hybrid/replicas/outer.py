@@ -66,6 +66,11 @@ class OuterWeights:
         return weight - value.to(weight.device, weight.dtype)
 
     @torch.no_grad()
+    def shift(self, name: str, difference: Tensor) -> None:
+        """Make the replicas' mean the outer weight, from the mean of their differences; the momentum rests."""
+        self._weights[name].sub_(difference.to(self._weights[name].device))
+
+    @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Move the outer weights that have a gradient."""
         for name, gradient in gradients.items():

@@ -7,7 +7,7 @@ was made in the middle of a window; and, once, the outer weights with their mome
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ def add_replica_states(checkpoint: dict[str, Any], strategy: Any) -> None:
             weights.append(gather_model_state(module, keys, mesh, **options))
     outer = None
     if replicas.outer is not None:
-        outer = gather_optimizer_state(_as_optimizer(replicas), module, keys, mesh, in_place=strategy._is_sharded)
+        carrier = _as_optimizer(replicas, replicas.trained)
+        outer = gather_optimizer_state(carrier, module, keys, mesh, in_place=strategy._is_sharded)
         for share in tree_leaves(outer):
             if isinstance(share, Share):
                 share.source = None  # to be copied at once: an exchange does not wait for copies, as steps do
@@ -94,17 +95,21 @@ def take_replica_states(checkpoint: Mapping[str, Any], strategy: Any) -> list[An
     module, keys = strategy.lightning_module, strategy._keys
     if mine and entry["state_dicts"]:
         scatter_model_state(module, entry["state_dicts"][mine - 1], keys, strict=True)
+    moving: set[str] = set(replicas.trained) if any(entry["since"]) else set()
     if replicas.outer is not None and entry["outer"] is not None:
-        carrier = _as_optimizer(replicas)
+        saved = {name for group in entry["outer"]["param_names"] for name in group}
+        own = [name for name, _ in module.named_parameters() if keys.canonical.get(name, name) in saved]
+        replicas.know(own)  # what is frozen by now, or not trained yet
+        carrier = _as_optimizer(replicas, own)
         scatter_optimizer_state(carrier, entry["outer"], module, keys, strategy.device_mesh)
-        _take_outer(replicas, carrier)
+        moving = _take_outer(replicas, carrier, own)
     elif replicas.outer is not None and any(entry["since"]):
         raise CheckpointError(
             "The checkpoint was made between two exchanges of replicas that kept no outer weights, which"
             f" replica_sync={replicas.options} needs. Resume with the replica_sync that wrote it up to a checkpoint"
             " after an exchange, or load the weights only."
         )
-    replicas.resume(entry["step"], entry["since"])
+    replicas.resume(entry["step"], entry["since"], moving)
     return entry["optimizer_states"][mine - 1] if mine else states
 
 
@@ -120,29 +125,34 @@ def _say_what_changes(entry: Mapping[str, Any], strategy: Any) -> None:
     )
 
 
-def _as_optimizer(replicas: Replicas) -> torch.optim.Optimizer:
+def _as_optimizer(replicas: Replicas, names: Iterable[str]) -> torch.optim.Optimizer:
     """Outer weights as the state of an optimizer of the weights: how that is cut and joined is known."""
     assert replicas.outer is not None
-    trained = replicas.trained
+    trained = {name: replicas.trained[name] for name in names}
     optimizer = torch.optim.SGD([*trained.values()] or [nn.Parameter(torch.empty(0))], lr=0.0)
     if not trained:
         optimizer.param_groups[0]["params"] = []
     for name, parameter in trained.items():
         momentum = replicas.outer.momentum(name)
-        state = {"outer": _like(parameter, replicas.outer[name])}
+        state: dict[str, Any] = {"outer": _like(parameter, replicas.outer[name]), "moving": name in replicas.moving}
         if momentum is not None:
             state["momentum_buffer"] = _like(parameter, momentum)
         optimizer.state[parameter] = state
     return optimizer
 
 
-def _take_outer(replicas: Replicas, carrier: torch.optim.Optimizer) -> None:
+def _take_outer(replicas: Replicas, carrier: torch.optim.Optimizer, names: Iterable[str]) -> set[str]:
+    """Take outer weights; return which of them have been trained since their last exchange."""
     assert replicas.outer is not None
-    for name, parameter in replicas.trained.items():
-        state = carrier.state[parameter]
+    moving = set()
+    for name in names:
+        state = carrier.state[replicas.trained[name]]
         replicas.outer.set(name, local(state["outer"]))
         if "momentum_buffer" in state:
             replicas.outer.set_momentum(name, local(state["momentum_buffer"]))
+        if state.get("moving", True):
+            moving.add(name)
+    return moving
 
 
 def _like(parameter: nn.Parameter, share: Tensor) -> Tensor:

@@ -77,7 +77,12 @@ class Replicas:
         self._fragments, self._tied = fragments_of(blocks, options.num_fragments), frozenset(tied)
         self._averager = Averager(group, device, torch.bfloat16 if options.dtype else None)
         self.trained: dict[str, nn.Parameter] = {}
-        self._names = 0
+        self.moving: set[str] = set()
+        """Of these, what has been trained since its last exchange; all others rest."""
+        self._resting: dict[int, set[str]] = {}
+        """By fragment what rested until it was sent."""
+        self._sent_last: set[int] = set()
+        """Fragments that were sent since the last step: with ``mixing`` one may be closed at once."""
         self._trial = Trial(device) if options.interval == "auto" else None
         self._set_options(options)
         self._still = SharedBuffers(module, group, device, trained=self.trained.values)
@@ -85,7 +90,7 @@ class Replicas:
         self.since = [0] * options.num_fragments
         self._running: dict[int, list[tuple[list[str], Running]]] = {}
         self.is_restored = False
-        self.notice_trained()
+        self.know(name for name, parameter in self._parameters.items() if parameter.requires_grad)
 
     def _set_options(self, options: ReplicaSync) -> None:
         """Take other options between two windows."""
@@ -126,26 +131,32 @@ class Replicas:
 
     def notice_trained(self) -> None:
         """Before each step: what is trained from now on. It keeps being exchanged when it is frozen again."""
-        known = len(self.trained)
-        for name, parameter in self._parameters.items():
-            if parameter.requires_grad and name not in self.trained:
-                if self.outer is not None and parameter.element_size() < 4:
-                    raise UnsupportedError(
-                        f"replica_sync keeps outer weights in fp32, but {name} is {parameter.dtype}, in which small"
-                        ' outer steps vanish. Use precision="bf16-mixed", or method="average" with dtype=None and'
-                        " delay=0."
-                    )
-                self.trained[name] = parameter
-                if self.outer is not None and name not in self.outer:
-                    self.outer.set(name, local(parameter))
-        if len(self.trained) != known:
-            self._names = zlib.crc32("\n".join(sorted(self.trained)).encode())
+        trained = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+        self.know(trained)
+        self.moving.update(trained)
+
+    def know(self, names: Iterable[str]) -> None:
+        """Exchange some parameters from now on; outer weights that are new are what the parameters are."""
+        for name in names:
+            if name in self.trained:
+                continue
+            parameter = self._parameters[name]
+            if self.outer is not None and parameter.element_size() < 4:
+                raise UnsupportedError(
+                    f"replica_sync keeps outer weights in fp32, but {name} is {parameter.dtype}, in which small"
+                    ' outer steps vanish. Use precision="bf16-mixed", or method="average" with dtype=None and'
+                    " delay=0."
+                )
+            self.trained[name] = parameter
+            if self.outer is not None and name not in self.outer:
+                self.outer.set(name, local(parameter))
 
     def after_step(self) -> None:
         """After each optimizer step: exchange what is due. A collective of the replicas then."""
         if self._trial is not None:
             self._trial.step_ended()
         self.step += 1
+        self._sent_last.clear()
         self.since = [count + 1 for count in self.since]
         number, delay = len(self.since), self.options.delay
         for fragment in range(number):
@@ -196,10 +207,11 @@ class Replicas:
         self.step = 0
         return True
 
-    def resume(self, step: int, since: Sequence[int]) -> None:
+    def resume(self, step: int, since: Sequence[int], moving: Iterable[str]) -> None:
         """Go on in the window of a checkpoint; weights and outer weights have been loaded."""
         number = len(self.since)
         self.step, self.since = step, [*since] if len(since) == number else [max(since)] * number
+        self.moving = {*moving}
         self.is_restored = True
 
     @property
@@ -226,7 +238,8 @@ class Replicas:
         Raises:
             ConfigurationError: on all of them, if they are at different places, or train different weights.
         """
-        mine = [reason, self.step if number is None else number, self._names]
+        names = "\n".join((*sorted(self.trained), "", *sorted(self.moving)))
+        mine = [reason, self.step if number is None else number, zlib.crc32(names.encode())]
         told = self._tell(torch.tensor(mine, device=self._averager.device))
         if len({(why, count) for why, count, _ in told}) > 1:
             places = ", ".join(f"replica {i}: {_REASONS[why]} ({count})" for i, (why, count, _) in enumerate(told))
@@ -249,7 +262,7 @@ class Replicas:
     def _only_some_train(self) -> str:
         """Say what not all replicas train. A collective of the replicas."""
         found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, set(self.trained), group=self._group)
+        dist.all_gather_object(found, self.moving, group=self._group)
         names = sorted(set.union(*found) - set.intersection(*found))
         who = ", ".join(str(i) for i, trained in enumerate(found) if names[0] in trained)
         return f"{names[0]} only replica {who}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
@@ -269,6 +282,10 @@ class Replicas:
         """Send a fragment piece by piece: what is made for a piece is free before the next, if it is waited for."""
         self._settle()
         shares = {name: local(p) for name, p in self.trained.items() if self._fragments(name) == fragment}
+        if fragment not in self._sent_last:
+            self._resting[fragment] = shares.keys() - self.moving
+            self.moving -= shares.keys()
+            self._sent_last.add(fragment)
         for names in buckets_of(shares, self._tied):
             values = [shares[name] for name in names]
             if self.outer is not None:
@@ -294,7 +311,10 @@ class Replicas:
         for names, running in sent:
             means = dict(zip(names, running.wait(), strict=True))
             if self.outer is not None:
-                self.outer.step(means)
+                resting = self._resting[fragment]
+                self.outer.step({name: mean for name, mean in means.items() if name not in resting})
+                for name in resting & means.keys():  # the momentum must not move what the user has frozen
+                    self.outer.shift(name, means[name])
             for name, mean in means.items():
                 own, common = local(self.trained[name]), mean if self.outer is None else self.outer[name]
                 common = common.to(own.device, own.dtype)

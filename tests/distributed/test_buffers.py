@@ -20,16 +20,18 @@ ROWS = labelled_rows((12,))
 
 
 class Normed(Classifier):
-    """A batch norm, an average that a step writes to ``data``, and a cache that grows differently on each rank."""
+    """A batch norm, an average that a step writes to ``data``, a queue, a cache that grows otherwise on each rank."""
 
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.BatchNorm1d(12), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5)))
         self.register_buffer("mean", torch.zeros(12))
+        self.register_buffer("queue", torch.arange(8.0))
         self.register_buffer("cache", torch.zeros(1), persistent=False)
         self.seen: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.mean.data.lerp_(batch["x"].mean(0), 0.1)
+        self.queue.copy_(self.queue.roll(int(batch["x"][0, 0] > 0) + self.global_rank))
         if isinstance(self.trainer.strategy, Hybrid3DStrategy):  # ddp takes the sizes for equal
             self.cache = torch.zeros(1 + batch_idx * self.global_rank)
         self.note()
@@ -42,7 +44,7 @@ class Normed(Classifier):
     def note(self) -> None:
         norm = self.model.get_submodule("0")
         assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None
-        self.seen += [float(norm.running_mean.sum()), float(self.mean.sum())]
+        self.seen += [float(norm.running_mean.sum()), float(self.mean.sum()), float(self.queue[0])]
 
 
 def values(strategy: Any, accumulates: int) -> list[float]:

@@ -178,6 +178,12 @@ class SaveAtEnd(L.Callback):
         trainer.save_checkpoint(self.path)
 
 
+class SaveFirst(SaveAtEnd):
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 0:
+            super().on_train_epoch_end(trainer, pl_module)
+
+
 def test_fewer_replicas_go_on_from_the_first_ones(tmp_path: Path) -> None:
     """Saved in the middle of a window, where the weights differ, by three; resumed by two."""
     sync = {"interval": 4, "method": "diloco", "close_before": []}
@@ -197,6 +203,38 @@ def test_fewer_replicas_go_on_from_the_first_ones(tmp_path: Path) -> None:
     assert not torch.equal(after[0].before["final.weight"], after[1].before["final.weight"])
     assert torch.equal(after[0].steps[0]["final.weight"], after[1].steps[0]["final.weight"])  # the fourth step
     assert torch.equal(torch.load(path)["state_dict"]["final.weight"], before[0].after["final.weight"])
+
+
+class LitInTurn(LitReplica):
+    """One block is trained until the fifth step, the other one from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.blocks[0].requires_grad_(self.trainer.global_step < 5)
+        self.blocks[1].requires_grad_(self.trainer.global_step >= 5)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.blocks.parameters(), lr=0.1)
+
+
+def test_outer_momentum_does_not_move_what_is_frozen(tmp_path: Path) -> None:
+    """From the window on in which it was never trained; resumed in the middle of one too."""
+
+    def run(rank: int) -> list[Seen]:
+        sync = {"interval": 4, "method": "diloco", "close_before": ["end"]}
+        options = {"limit_train_batches": 6, "max_epochs": 2, "max_steps": -1}
+        whole = train(LitInTurn, {}, sync, callbacks=[SaveFirst(tmp_path / "a.ckpt")], **options)
+        return [whole, train(LitInTurn, {}, sync, ckpt_path=tmp_path / "a.ckpt", **options)]
+
+    for whole, again in run_ranks(2, run):
+        blocks = [[state[f"blocks.{i}.up.weight"] for state in whole.steps] for i in (0, 1)]
+        assert torch.equal(blocks[0][7], blocks[0][11]) and not torch.equal(blocks[0][5], blocks[0][7])
+        assert not torch.equal(blocks[1][7], blocks[1][11])
+        for name in ("blocks.0.up.weight", "blocks.1.up.weight"):
+            assert torch.allclose(again.after[name], whole.after[name], rtol=1e-6, atol=1e-6)
 
 
 def test_auto_takes_what_the_first_exchange_shows() -> None:
