@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +86,6 @@ def test_ranks_of_a_script_share_the_model(how: str, whole_norm: float) -> None:
     assert "data 1 x tensor 1 x pipeline 2" in result.stdout + result.stderr
 
 
-def torchrun_agent(node: int, port: int) -> dict[str, Any]:
-    run = f"-m torch.distributed.run --nnodes=2 --nproc_per_node=1 --node_rank={node} --master_addr=127.0.0.1"
-    return {"command": [sys.executable, *run.split(), f"--master_port={port}", "-m", *SCRIPT[2:], "popen"]}
-
-
 def slurm_task(node: int, port: int) -> dict[str, Any]:
     """What ``srun`` sets for one of two tasks on two nodes."""
     numbers = {"NTASKS": 2, "NTASKS_PER_NODE": 1, "NNODES": 2, "PROCID": node, "NODEID": node, "LOCALID": 0}
@@ -100,11 +94,13 @@ def slurm_task(node: int, port: int) -> dict[str, Any]:
     return {"command": [*SCRIPT, "popen"], **task}
 
 
-@pytest.mark.parametrize("of_node", [torchrun_agent, slurm_task])
-def test_two_nodes(of_node: Callable[[int, int], dict[str, Any]], whole_norm: float) -> None:
-    """Both on this machine; each would wait for the other until its timeout if ranks were counted wrongly."""
+def test_two_nodes_of_slurm(whole_norm: float) -> None:
+    """Both on this machine; each would wait for the other until its timeout if ranks were counted wrongly.
+
+    Two of torchrun's are in test_restart.py.
+    """
     port = free_port()
-    results = [end(process) for process in [launch(**of_node(node, port), NUM_NODES="2") for node in range(2)]]
+    results = [end(process) for process in [launch(**slurm_task(node, port), NUM_NODES="2") for node in range(2)]]
     assert [result.returncode for result in results] == [0, 0], [result.stderr[-2000:] for result in results]
     norms = [held_norms(result.stdout) for result in results]
     assert [len(found) for found in norms] == [1, 1]
