@@ -78,7 +78,7 @@ class BubbleRatio(Measurement):
     @override
     def on_step(self, trainer: Trainer, step: RecordedStep) -> None:
         if self.is_due(trainer, step.index):
-            with self.recorder(trainer).measuring():
+            with self.measuring(trainer, step):
                 self._measure(trainer, step)
 
     def _measure(self, trainer: Trainer, step: RecordedStep) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from lightning_hybrid.archive import Archive, Entry, Fingerprint, Result, fingerprint_module
+from lightning_hybrid.archive import Archive, Entry, Fingerprint, fingerprint_module
 from lightning_hybrid.archive.entry import new_id, now
 from lightning_hybrid.archive.surroundings import redact
 from lightning_hybrid.callbacks.adviser import Adviser
@@ -95,7 +95,8 @@ class ConfigArchive(Measurement):
         self._first_batch: tuple[int, int] | None = None
         self._pending = (0, 0)
         self._counts = (0.0, 0, 0, 0)
-        self._losses: tuple[Any, Any] = (None, None)
+        self._losses: tuple[tuple[Any, int] | None, tuple[Any, int] | None] = (None, None)
+        """The first and the latest loss, each with the batches that it was divided by."""
         self._memory: dict[str, float] | None = None
         self._warned = False
         self._adviser: Adviser | None = None
@@ -150,7 +151,8 @@ class ConfigArchive(Measurement):
         self._pending = self._pending[0] + samples, self._pending[1] + tokens
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:  # tensors are kept as they are: to read them here would wait for the device
-            self._losses = (loss if self._losses[0] is None else self._losses[0], loss)
+            latest = loss, trainer.accumulate_grad_batches  # Lightning has divided by it, and a callback may change it
+            self._losses = (self._losses[0] or latest, latest)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
@@ -161,7 +163,7 @@ class ConfigArchive(Measurement):
             self._counts = (seconds + step.seconds, num_steps + 1, samples + more_samples, tokens + more_tokens)
         self._pending = (0, 0)
         if self.entry is not None and self.is_due(trainer, step.index):
-            with self.recorder(trainer).measuring():
+            with self.measuring(trainer, step):
                 self._measure(trainer)
 
     @override
@@ -206,19 +208,21 @@ class ConfigArchive(Measurement):
         """Write what ended the run. May be called by a thread, while the main one waits in vain."""
         if self.entry is None:
             return
-        written = self._read_result()
+        there = self._read_entry()
+        written = None if there is None else there.result
         is_final = written is not None and written.status not in ("running", "ok")
         if is_final and not trainer.is_global_zero and failure.status != "oom":
             return
         status: Any = failure.status
         message = redact(failure.headline)
-        result = self.entry.result if trainer.is_global_zero or written is None else written
+        # What was measured, and of which batch, only global rank 0 knows.
+        entry = self.entry if trainer.is_global_zero or there is None else there
         if written is not None and written.status != "running" and (status != "oom" or written.status == "oom"):
             status, message = written.status, written.message or message  # the first cause stands
         elif lost:  # no rank has said why: one was killed
             status, message = "interrupted", f"another rank was killed or lost; {message}"
-        result = dataclasses.replace(result, status=status, message=message, num_steps=self._num_steps(trainer))
-        self.entry = dataclasses.replace(self.entry, result=result)
+        result = dataclasses.replace(entry.result, status=status, message=message, num_steps=self._num_steps(trainer))
+        self.entry = dataclasses.replace(entry, result=result)
         self._write(trainer, any_rank=True)
 
     # ---- what ----------------------------------------------------------------------------------------------------
@@ -245,8 +249,8 @@ class ConfigArchive(Measurement):
             num_steps=self._num_steps(trainer),
             peak_memory_bytes=max(rank[4] for rank in ranks) or None,
             memory=max((rank[5] for rank in ranks), key=lambda parts: sum(parts.values())),
-            first_loss=self._loss(trainer, 0),
-            last_loss=self._loss(trainer, 1),
+            first_loss=self._loss(0),
+            last_loss=self._loss(1),
             **rates(throughput),
             **latest_values(trainer),
         )
@@ -269,13 +273,13 @@ class ConfigArchive(Measurement):
     def _num_steps(self, trainer: Trainer) -> int:
         return max(0, self.recorder(trainer).num_steps - self._first_step)
 
-    def _loss(self, trainer: Trainer, which: int) -> float | None:
-        loss = self._losses[which]
-        return None if loss is None else float(loss) * trainer.accumulate_grad_batches  # Lightning has divided by it
+    def _loss(self, which: int) -> float | None:
+        kept = self._losses[which]
+        return None if kept is None else float(kept[0]) * kept[1]
 
-    def _read_result(self) -> Result | None:
+    def _read_entry(self) -> Entry | None:
         try:
-            return None if self.entry is None else self.archive.get(self.entry.id).result
+            return None if self.entry is None else self.archive.get(self.entry.id)
         except ArchiveError:
             return None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -73,6 +74,14 @@ class Measurement(Callback):
         """Return the latest steps after warm-up and after the last measurement in which nothing was measured."""
         first = max(self._measured, self._first_step + self.num_warmup_steps)
         return [step for step in self.recorder(trainer).steps if step.index > first]
+
+    @contextmanager
+    def measuring(self, trainer: Trainer, step: RecordedStep) -> Iterator[None]:
+        """Around a measurement of a step: all ranks make it together, and it is no part of the step after it."""
+        with self.recorder(trainer).measuring():
+            if (meet := getattr(trainer.strategy, "meet_to_measure", None)) is not None:
+                meet(step.index)
+            yield
 
     def publish(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         """Send values to every logger of the Trainer, from global rank 0."""

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
 from lightning_hybrid.archive import Archive, Entry, Fingerprint, detect_hardware, find_baseline
+from lightning_hybrid.batches.microbatches import batch_size_of
+from lightning_hybrid.batches.structure import leaves_of, open_node
 from lightning_hybrid.callbacks.loggers import show
 from lightning_hybrid.callbacks.measurement import Measurement
 from lightning_hybrid.callbacks.utilization import Utilization
@@ -168,7 +171,7 @@ class ScalingEfficiency(Measurement):
             self._windows[step.ordinary] = window
         self._pending = (0, 0)
         if self.is_due(trainer, step.index):
-            with self.recorder(trainer).measuring():
+            with self.measuring(trainer, step):
                 self._measure(trainer, any_steps=True)
 
     @override
@@ -315,8 +318,34 @@ def gather(trainer: Trainer, value: Any) -> list[Any]:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the length of the first tensor with a dimension (or 1)."""
-    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
+    """Return a batch's samples, as a pipeline would cut it; of a packed one its sequences, of no batch 0.
+
+    A batch that does not show them (an object of a class of its own) counts as one sample, which is said once.
+    """
+    if batch is None:  # a loader may leave a batch out
+        return 0
+    leaves = (leaf for leaf in leaves_of(batch) if isinstance(leaf, (PackedSequence, Tensor)))
+    first = next((leaf for leaf in leaves if isinstance(leaf, PackedSequence) or leaf.ndim), None)
+    if isinstance(first, PackedSequence):
+        return int(first.batch_sizes[0])
+    try:
+        return first.size(0) if isinstance(first, Tensor) and first.is_nested else batch_size_of(batch)
+    except ConfigurationError:
+        num_texts = _count_texts(batch)
+    if not num_texts:
+        rank_zero_warn(
+            f"lightning_hybrid: a batch ({type(batch).__name__}) has no tensor that shows how many samples it holds, so"
+            " it counts as one. Make it a dict, a list, a tuple or a dataclass of tensors."
+        )
+    return num_texts or 1
+
+
+def _count_texts(node: Any) -> int:
+    """Return the length of the first list of strings; 0 if there is none."""
+    if isinstance(node, (list, tuple)) and node and all(isinstance(entry, str) for entry in node):
+        return len(node)
+    opened = open_node(node)
+    return 0 if opened is None else next(filter(None, map(_count_texts, opened[1])), 0)
 
 
 def count_tokens(batch: Any, num_samples: int, tokens: int | Callable[[Any], int] | str) -> int:
@@ -327,7 +356,7 @@ def count_tokens(batch: Any, num_samples: int, tokens: int | Callable[[Any], int
         return int(tokens(batch))
     first = [batch["input_ids"]] if isinstance(batch, Mapping) and "input_ids" in batch else []
     integers = (torch.uint8, torch.int16, torch.int32, torch.int64)
-    found = (x for x in [*first, *tree_leaves(batch)] if isinstance(x, Tensor) and x.ndim == 2 and x.dtype in integers)
+    found = (x for x in [*first, *leaves_of(batch)] if isinstance(x, Tensor) and x.ndim == 2 and x.dtype in integers)
     return next((tensor.numel() for tensor in found), 0)
 
 

@@ -140,7 +140,7 @@ class StepBreakdown(Measurement):
     @override
     def on_step(self, trainer: Trainer, step: RecordedStep) -> None:
         if self.is_due(trainer, step.index):
-            with self.recorder(trainer).measuring():
+            with self.measuring(trainer, step):
                 sample, self._sample = self._sample, None
                 exposed = None if sample is None else sample.stop()
                 self._measure(trainer, step, exposed)

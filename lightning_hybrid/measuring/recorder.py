@@ -80,6 +80,7 @@ class StepRecorder:
             self._global_step = trainer.global_step
             self.num_steps = trainer.fit_loop.epoch_loop._batches_that_stepped
             self.steps.clear()
+            self._seen, self._data_waits = (-1, None), []  # a resumed run's batches may have numbers that were seen
             self._clock.reset()
             self._clock.lap()
             self._ordinary = False  # the first step has no step before it

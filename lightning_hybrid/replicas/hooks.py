@@ -21,8 +21,8 @@ from lightning_hybrid.training.evaluation import EvaluationHooks, gather_objects
 
 __all__ = ["ReplicaHooks"]
 
-#: The code in :meth:`Replicas.meet` of an epoch's last batch.
-_LAST_BATCH = 4
+#: The codes in :meth:`Replicas.meet` of an epoch's last batch and of a measurement.
+_LAST_BATCH, _MEASUREMENT = 4, 5
 
 
 class ReplicaHooks(EvaluationHooks):
@@ -63,6 +63,15 @@ class ReplicaHooks(EvaluationHooks):
     def gather_in_step(self, value: Any) -> list[Any]:
         """Gather an object from all ranks that are in the same step: the world, or this replica. A collective."""
         return gather_objects(value, self._replica_group)
+
+    def meet_to_measure(self, step: int) -> None:
+        """Before the callbacks of all ranks exchange what they measured of a step: no replica is elsewhere.
+
+        Raises:
+            ConfigurationError: on all ranks, if one is.
+        """
+        if self.replicas is not None:
+            self.replicas.meet(_MEASUREMENT, step)
 
     # ---- training ------------------------------------------------------------------------------------------------
 

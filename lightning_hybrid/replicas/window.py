@@ -33,7 +33,8 @@ __all__ = ["Replicas", "fragments_of", "local"]
 
 #: Steps before an exchange whose time is measured, with ``interval="auto"``; it is the second one.
 TRIAL = 4
-_REASONS = ("an exchange after so many steps", *(f"an exchange before {event}" for event in EVENTS), "the last batch")
+_REASONS = ("an exchange after so many steps", *(f"an exchange before {event}" for event in EVENTS))
+_REASONS += ("the last batch", "a measurement")
 
 
 class Replicas:

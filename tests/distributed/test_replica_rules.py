@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_hybrid.callbacks import ScalingEfficiency
 from lightning_hybrid.errors import ConfigurationError, HybridError
 from lightning_hybrid.replicas.exchange import Averager
 from tests.distributed.replica_cases import ROWS, LitAdaptive, LitReplica, Seen, train
@@ -142,18 +143,21 @@ class Uneven(IterableDataset[Tensor]):
         yield from ROWS[: 4 * (6 - self.rank)]
 
 
-def test_a_replica_that_runs_out_of_batches_is_refused_on_all() -> None:
+@pytest.mark.parametrize("measures", [False, True])
+def test_a_replica_that_runs_out_of_batches_is_refused_on_all(measures: bool) -> None:
     class LitStream(LitReplica):
         def train_dataloader(self) -> Any:
             return DataLoader(Uneven(self.global_rank), batch_size=4)
 
     def run(rank: int) -> str:
         with pytest.raises(ConfigurationError) as caught:
-            train(LitStream, {}, 4, loaders=False)
+            train(LitStream, {}, 4, loaders=False, callbacks=callbacks)
         return str(caught.value)
 
+    callbacks = [ScalingEfficiency(every_n_steps=1, num_warmup_steps=0)] if measures else []
+    there = "a measurement" if measures else "the last batch"  # a measurement is an exchange of all ranks, too
     for text in run_ranks(2, run):
-        assert "different places: replica 0: the last batch (6), replica 1: the last batch (5)" in text
+        assert f"different places: replica 0: {there} ({5 if measures else 6}), replica 1: the last batch (5)" in text
 
 
 def test_replicas_that_train_different_weights_are_refused_on_all() -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hybrid.archive import Archive, Entry, fingerprint_module
+from lightning_hybrid.archive import Archive, Batch, Entry, fingerprint_module
 from lightning_hybrid.callbacks import ConfigArchive, ScalingEfficiency
 from lightning_hybrid.callbacks.run_entry import judge, latest_values
 from lightning_hybrid.errors import ArchiveError, CheckpointError, NonFiniteError, PipelineError
@@ -97,6 +99,13 @@ def test_entry_of_a_run(tmp_path: Path) -> None:
     assert result.step_time is not None
     assert result.samples_per_second == pytest.approx(8 / result.step_time)
     assert result.tokens_per_second == pytest.approx(8 * LENGTH / result.step_time)
+
+
+def test_losses_are_the_steps_own_however_many_batches_are_accumulated_later(tmp_path: Path) -> None:
+    module, more = Tiny(), GradientAccumulationScheduler({0: 1, 1: 3})
+    trainer_with(tmp_path, ConfigArchive(tmp_path), more, limit_train_batches=6, steps=8).fit(module)
+    result = only_entry(tmp_path).result
+    assert [result.first_loss, result.last_loss] == pytest.approx([module.seen[0], module.seen[-1]])
 
 
 def test_entry_before_and_while_training(tmp_path: Path) -> None:
@@ -211,8 +220,11 @@ def test_first_cause_stands(tmp_path: Path) -> None:
     other.entry = archive.entry
     rank_three = SimpleNamespace(is_global_zero=False, global_rank=3, global_step=0, strategy=None)
     rank_two = SimpleNamespace(is_global_zero=False, global_rank=2, global_step=0, strategy=None)
+    archive.entry = replace(archive.entry, batch=Batch(global_size=8))  # what only rank 0 knows
+    archive._write(trainer)
     for rank, error in ((rank_two, RuntimeError("Connection closed by peer")), (rank_three, MemoryError())):
         report(other, rank, error)
+    assert only_entry(tmp_path).batch.global_size == 8
     assert only_entry(tmp_path).result.message == "rank 3: MemoryError"  # out of memory explains the lost connection
     report(archive, trainer, RuntimeError("Connection closed by peer"))
     result = only_entry(tmp_path).result

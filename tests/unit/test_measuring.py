@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid.callbacks import ScalingEfficiency, StepBreakdown
-from lightning_hybrid.callbacks.scaling_efficiency import as_reference, count_tokens
+from lightning_hybrid.callbacks.scaling_efficiency import as_reference, count_samples, count_tokens
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.measuring.recorder import StepRecorder
 
@@ -205,6 +207,17 @@ def test_tokens() -> None:
     assert count_tokens({"lengths": torch.tensor([3, 4])}, 2, lambda batch: batch["lengths"].sum()) == 7
     with pytest.raises(ConfigurationError, match="tokens='words'"):
         ScalingEfficiency(tokens="words")
+
+
+def test_samples() -> None:
+    words = torch.zeros(4, 5, dtype=torch.int64)
+    packed = pack_sequence([torch.zeros(3), torch.zeros(2)])
+    assert count_samples(UserDict(input_ids=words)) == 4  # what Hugging Face's tokenizers make
+    assert count_samples([packed, torch.zeros(2)]) == count_samples({"text": ["a", "b"]}) == 2
+    assert count_samples([torch.zeros(3, 5), torch.zeros(3, 4), torch.zeros(2, 4)]) == 3  # of different sizes
+    assert count_samples(None) == 0
+    with pytest.warns(UserWarning, match="a batch \\(object\\) has no tensor"):
+        assert count_samples(object()) == 1
 
 
 def test_baselines() -> None:
