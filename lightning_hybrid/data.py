@@ -90,8 +90,9 @@ class _PeekableIterator:
 
     def peek(self) -> Any:
         if not self._first:
-            self._epoch, before = _epoch_of(self._loader), random_state()
+            before = random_state()
             self._first = [next(self._iterator)]
+            self._epoch = _epoch_of(self._loader)  # after that: some samplers count their epochs themselves
             if _can_be_read_again(self._loader):
                 self._states = [(before, random_state())]
                 restore_random_state(before)

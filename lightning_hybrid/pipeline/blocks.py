@@ -59,12 +59,22 @@ def _named(module: nn.Module, name: str) -> list[str]:
                 f" of blocks: {known}."
             ) from None
         return _given(module, value() if callable(value) else value, f"blocks={name!r}")
-    every = list(container.named_children())
-    # an activation function between layers is no place to cut, and may be one object that is called again and again
-    children = [child for child, part in every if num_parameters(part)] or [child for child, _ in every]
+    children = _entries(container)
     if not children:
         raise ConfigurationError(f"blocks={name!r} is a {type(container).__name__} without entries.")
     return [f"{name}.{child}" if name else child for child in children]
+
+
+def _entries(container: nn.Module) -> list[str]:
+    """Names of what is called of a list: of entries that only hold others (attention and MLP in a list), those."""
+    every = list(container.named_children())
+    # an activation function between layers is no place to cut, and may be one object that is called again and again
+    entries = [(name, part) for name, part in every if num_parameters(part)] or every
+    found = []
+    for name, part in entries:
+        inner = _entries(part) if type(part).forward is nn.Module.forward else []
+        found += [f"{name}.{entry}" for entry in inner] or [name]
+    return found
 
 
 def _given(module: nn.Module, found: Any, what: str) -> list[str]:

@@ -284,6 +284,13 @@ class Cut:
         mark = random_mark()
         with self._probing(trains) as probe:
             facts = probe.finish(step())
+            if not facts.blocks:
+                raise PipelineError(
+                    f"This step calls none of {', '.join(self._names[block] for block in self.blocks()[:3])}, ...,"
+                    " between which the pipeline would be cut (perhaps it calls parts of them). Name what it calls one"
+                    ' after another, by blocks="path.to.list" or a function that returns the modules, or use'
+                    " pipeline_parallel_size=1."
+                )
             seeds = range(_NUM_SEEDS) if random_mark() != mark else ()
         orders = [facts.blocks]
         for seed in seeds:  # which blocks are called may be drawn too

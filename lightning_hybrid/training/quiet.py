@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
 from lightning_hybrid.batches.randomness import random_state, restore_random_state
+from lightning_hybrid.errors import HybridError
 
-__all__ = ["quiet_step", "stand_in_optimizers"]
+__all__ = ["quiet_step", "run_with_optimizers"]
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -40,15 +43,37 @@ def quiet_step(module: Any, trainer: Any, untouched: set[nn.Module]) -> Iterator
         restore_random_state(rng)
 
 
+def run_with_optimizers(module: Any, strategy: Any, run: Callable[[], T]) -> T:
+    """Run something of a step before there are optimizers, and give it those that it asks for.
+
+    With manual optimization it has them at once. Other steps may want a rate to log; those that fail without run again.
+    """
+    if module.automatic_optimization:
+        try:
+            return run()
+        except HybridError:
+            raise
+        except Exception:
+            if strategy.optimizers or not _can_make_optimizers(module):
+                raise
+    with _stand_in_optimizers(module, strategy):
+        return run()
+
+
+def _can_make_optimizers(module: Any) -> bool:
+    try:
+        _init_optimizers_and_lr_schedulers(module)
+    except Exception:  # not yet: what the step raised says more
+        return False
+    return True
+
+
 @contextmanager
-def stand_in_optimizers(module: Any, strategy: Any) -> Iterator[None]:
-    """Within the ``with`` block a step with manual optimization finds optimizers, which do nothing.
+def _stand_in_optimizers(module: Any, strategy: Any) -> Iterator[None]:
+    """Within the ``with`` block a step finds optimizers, which do nothing.
 
     They are made by ``configure_optimizers`` before there are any, and forgotten afterwards.
     """
-    if module.automatic_optimization:
-        yield
-        return
     frozen = {parameter: parameter.requires_grad for parameter in module.parameters()}
     strategy.optimizers, strategy.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
     for owner, name in ((module, "manual_backward"), (module, "clip_gradients"), (strategy, "optimizer_step")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,11 @@ from lightning_hybrid.pipeline.step import PipelineRank
 from lightning_hybrid.sharding import call_inside
 from lightning_hybrid.tensor_parallel.check import record_calls
 from lightning_hybrid.training.pipelined import PipelinedStep
-from lightning_hybrid.training.quiet import quiet_step, stand_in_optimizers
+from lightning_hybrid.training.quiet import quiet_step, run_with_optimizers
 
 __all__ = ["PipelineSetup"]
+
+T = TypeVar("T")
 
 
 class PipelineSetup:
@@ -62,21 +64,24 @@ class PipelineSetup:
         name, batch, rest = self._first_batch()
         if (size := batch_size_of(batch)) > 2 and self._strategy.layout.pipeline_parallel_size > 1:
             batch, _ = self._splitter.split(batch, -(-size // 2))[0]
+        step = lambda: run_on(getattr(self._module, name), batch, *rest)  # noqa: E731
         with self._by_itself():
-            return record_calls(self._module, blocks, lambda: run_on(getattr(self._module, name), batch, *rest))
+            return self._with_optimizers(lambda: record_calls(self._module, blocks, step))
 
     def run(self) -> Any:
         """Run the first step and return its output. Not under autocast, whose rounding would hide what differs."""
         name, batch, rest = self._first_batch()
         with self._by_itself(), torch.autocast(self._strategy.root_device.type, enabled=False):
-            return run_on(getattr(self._module, name), batch, *rest)
+            return self._with_optimizers(lambda: run_on(getattr(self._module, name), batch, *rest))
+
+    def _with_optimizers(self, run: Callable[[], T]) -> T:
+        return run_with_optimizers(self._module, self._strategy, run)
 
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
-        """Around a first step that is run for what it shows: it leaves no trace, and its optimizers do nothing."""
+        """Around a first step that is run for what it shows: it leaves no trace."""
         forward = self._trainer.precision_plugin.forward_context()
-        quiet = quiet_step(self._module, self._trainer, set())
-        with quiet, forward, stand_in_optimizers(self._module, self._strategy):
+        with quiet_step(self._module, self._trainer, set()), forward:
             yield
 
     def probe(self, cut: Cut) -> StepFacts:
@@ -208,7 +213,7 @@ class PipelineSetup:
                 batch = self._trainer.precision_plugin.convert_input(batch)
             for axis, what in (("pipeline_parallel", "pipeline stages"), ("tensor_parallel", "tensor ranks")):
                 check_same_batch(batch, self._strategy.device_mesh[axis].get_group(), what)
-            if name == "training_step":
+            if name == "training_step" and self._strategy.layout.pipeline_parallel_size > 1:
                 self._splitter.check_first(batch, self._num_samples)
             self._first = name, batch, rest
         return self._first
@@ -276,21 +281,20 @@ class PipelineSetup:
 
     def _probe(self, name: str, part: Any, rest: tuple[Any, ...]) -> StepFacts:
         assert self._cut is not None
-        untouched = {inner for block in self._cut.blocks() for inner in block.modules()}
+        cut, step = self._cut, lambda: run_on(getattr(self._module, name), part, *rest)
+        untouched = {inner for block in cut.blocks() for inner in block.modules()}
         forward = self._trainer.precision_plugin.forward_context()
         with quiet_step(self._module, self._trainer, untouched), forward, self._strategy.apart():
             try:
-                facts = self._cut.probe(
-                    lambda: run_on(getattr(self._module, name), part, *rest), trains=name == "training_step"
-                )
+                facts = self._with_optimizers(lambda: cut.probe(step, trains=name == "training_step"))
             except HybridError:
                 raise
             except Exception as error:
                 raise PipelineError(
                     f"{name} is run once beforehand, without weights, to see where it can be cut, and failed:"
                     f" {type(error).__name__}: {error}. What it needs from hooks must be there after setup() (not made"
-                    " in on_fit_start or on_train_start), optimizers and schedulers are not there yet, and what forward"
-                    " hooks collect inside of blocks (router logits, hidden states) is not either."
+                    " in on_fit_start or on_train_start), and what forward hooks collect inside of blocks (router"
+                    " logits, hidden states) is not there."
                     f"{self._cut_wrongly(name)} Otherwise use pipeline_parallel_size=1."
                 ) from error
         whole = self._strategy.settings.whole_batch_loss and name == "training_step"

@@ -47,11 +47,28 @@ class Net(nn.Module):
         return out
 
 
+class Pairs(nn.Module):
+    """Layers as lists of an attention and an MLP, say, with the residuals added around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(12, 12), Block(), nn.ReLU()]) for _ in range(2))
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, second, activation in self.layers:
+            x = activation(first(x)) + x
+            x = second(x) + x
+        out: Tensor = self.head(x)
+        return out
+
+
 class Pops(Lit):
-    """As people do with Hugging Face's batches."""
+    """As people do with Hugging Face's batches; and logs the rate."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         labels = batch.pop("y")
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
         return F.cross_entropy(self.model(**batch), labels)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -82,7 +99,7 @@ def shared_activation() -> nn.Module:
 
 
 MODULES = {
-    "pops": lambda: Pops(Net()),
+    "pops": lambda: Pops(Pairs()),
     "averages": lambda: Averages(Net()),
     "shared_activation": lambda: Classifier(shared_activation()),
 }

@@ -96,6 +96,22 @@ class Seen:
         return [index for batch in self.indices[number * half : (number + 1) * half] for index in batch]
 
 
+class Counts(Items):
+    """A sampler that counts its epochs itself."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(torch.randperm(self.num_items, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def test_what_was_looked_at_is_delivered_by_a_sampler_that_counts() -> None:
+    loader = data_module.make_peekable(DataLoader(Items(8), batch_size=4, sampler=Counts(8)))
+    assert data_module.peek_first_batch(loader)["index"].tolist() == next(iter(loader))["index"].tolist()
+    assert loader.sampler.epoch == 1
+
+
 def read(rank: int, triple: tuple[int, int, int], kind: str) -> Seen:
     torch.manual_seed(rank)
     if kind != "unseeded":
