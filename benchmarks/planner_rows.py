@@ -194,7 +194,7 @@ def _setup(row: Mapping[str, Any]) -> Setup:
     zero = row.get("zero_stage")
     if zero is None:
         zero = 3 if (row.get("dp_shard") or 1) > 1 else 1
-    words, recompute = _text(row, "precision"), _text(row, "recompute")
+    words = _text(row, "precision")
     precision = next((name for name in ("fp8", "fp16", "fp32") if name in words), "bf16")
     if "mixed" in words or "bf16" in words:
         precision = "fp8" if "fp8" in words else "bf16"
@@ -204,19 +204,45 @@ def _setup(row: Mapping[str, Any]) -> Setup:
         num_microbatches=count,
         schedule=schedule,
         stages_per_rank=virtual,
-        recompute=next((name for name in ("selective", "full") if name in recompute), "none"),
+        recompute=_recompute(row),
         zero=3 if zero == 2 else zero,  # FSDP's SHARD_GRAD_OP
         reshard=zero >= 3 and pipeline == 1,  # what pipelines do (torchtitan, Llama 3)
         sequence_parallel=tensor > 1 and _sequence_parallel(row),
         context=context,
         precision=precision,
         attention=_attention(row),
-        fused=bool(row.get("compile")) or precision == "fp8",  # Transformer Engine fuses
+        fused=bool(row.get("compile")) or _uses_engine(row),
+        overlap_tensor=_overlaps_tensor(row),
         gradient_bytes=2 if precision == "fp16" or "pure" in words or (words == "bf16" and zero == 3) else 4,
         gradient_twins=2 if "fp32 grad accumulation" in words else 0,
         adapters="lora" in _text(row, "notes"),
-        even=True,
+        even=virtual == 1 or row["layers"] % (pipeline * virtual) == 0,  # else the ends count as blocks (Megatron)
     )
+
+
+def _recompute(row: Mapping[str, Any]) -> str:
+    """With flash attention there is no core attention whose scores selective recomputation could save."""
+    words = _text(row, "recompute")
+    if "full" in words:
+        return "full"
+    if "selective" not in words:
+        return "none"
+    return "ops" if _attention(row) != "unfused" and "core" not in words else "selective"
+
+
+def _uses_engine(row: Mapping[str, Any]) -> bool:
+    """Whether it ran with Transformer Engine: fused kernels, cuDNN's attention, and tensor ranks' overlap.
+
+    Told by its name, by Megatron's or NeMo's on devices that are as new, or by 8 bits without ``torch.compile``.
+    """
+    words = _text(row, "source", "table", "where", "notes", "framework")
+    named = "transformer engine" in words or (_is_recent(row) and ("megatron" in words or "nemo" in words))
+    return named or ("fp8" in _text(row, "precision") and not row.get("compile"))
+
+
+def _overlaps_tensor(row: Mapping[str, Any]) -> bool:
+    words = _text(row, "notes", "table", "arch")
+    return _uses_engine(row) or any(word in words for word in ("tp-comm-overlap", "tp_comm_overlap", "async tp"))
 
 
 def _schedule(row: Mapping[str, Any], pipeline: int) -> tuple[str, int]:
@@ -236,9 +262,19 @@ def _attention(row: Mapping[str, Any]) -> str:
     words = _text(row, "attention")
     if "unfused" in words or "no flash" in words or words in ("eager", "math"):
         return "unfused"
-    if words in ("flash", "flash-1", "triton"):
+    if any(word in words for word in ("cudnn", "flash-3", "flash3", "fa3")):
+        return "cudnn"
+    is_late = (row.get("kv_heads") or row.get("heads")) != row.get("heads") or row.get("compile")
+    if words in ("flash", "flash-1", "triton") and not is_late:  # grouped queries came with the second version
         return "flash"
-    return "flash2" if words or row["seq"] > 2048 or "fp8" in _text(row, "precision") else "unfused"
+    if _uses_engine(row) and "deterministic" not in words:
+        return "cudnn"
+    return "flash2" if words or row["seq"] > 2048 or _is_recent(row) else "unfused"
+
+
+def _is_recent(row: Mapping[str, Any]) -> bool:
+    """Whether the device came after flash attention, and so after Transformer Engine."""
+    return str(row["gpu"]).upper().startswith(("H1", "H2", "H8", "GH", "B2", "B3", "GB", "MI3"))
 
 
 def _sequence_parallel(row: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ Blocks: TypeAlias = str | list[str] | Callable[[Any], Any] | None
 MIN_SHARE = 0.1
 
 
-def list_blocks(module: nn.Module, names: Blocks = None) -> list[str]:
+def list_blocks(module: nn.Module, names: Blocks = None, *, whole: bool = False) -> list[str]:
     """Return the FQNs of all blocks, list by list.
 
     Args:
@@ -27,6 +27,8 @@ def list_blocks(module: nn.Module, names: Blocks = None) -> list[str]:
         names: FQN(s) of the list(s) of blocks, such as ``"model.layers"``; the dotted name of a method or property that
             returns the blocks, or a function that does so given ``module`` (modules or their FQNs); found by itself if
             ``None``.
+        whole: Whether an entry that only holds others (attention and MLP in a list) is one block. It is never called,
+            so a step is cut at those others, but work is counted for all of it.
 
     Raises:
         ConfigurationError: if a name is not a list of modules in ``module``, or no list of blocks is found.
@@ -42,10 +44,10 @@ def list_blocks(module: nn.Module, names: Blocks = None) -> list[str]:
                 ' at least two entries that hold parameters. Name it with blocks="path.to.list". A layer that is called'
                 " several times (ALBERT's) cannot be cut; then use pipeline_parallel_size=1."
             )
-    return [block for name in chosen for block in _named(module, name)]
+    return [block for name in chosen for block in _named(module, name, whole)]
 
 
-def _named(module: nn.Module, name: str) -> list[str]:
+def _named(module: nn.Module, name: str, whole: bool) -> list[str]:
     """The blocks that one name stands for."""
     try:
         container = module.get_submodule(name)
@@ -59,20 +61,21 @@ def _named(module: nn.Module, name: str) -> list[str]:
                 f" of blocks: {known}."
             ) from None
         return _given(module, value() if callable(value) else value, f"blocks={name!r}")
-    children = _entries(container)
+    children = _entries(container, whole)
     if not children:
         raise ConfigurationError(f"blocks={name!r} is a {type(container).__name__} without entries.")
     return [f"{name}.{child}" if name else child for child in children]
 
 
-def _entries(container: nn.Module) -> list[str]:
-    """Names of what is called of a list: of entries that only hold others (attention and MLP in a list), those."""
+def _entries(container: nn.Module, whole: bool) -> list[str]:
+    """Names of what is called of a list: of entries that only hold others, those."""
     every = list(container.named_children())
     # an activation function between layers is no place to cut, and may be one object that is called again and again
     entries = [(name, part) for name, part in every if num_parameters(part)] or every
     found = []
     for name, part in entries:
-        inner = _entries(part) if type(part).forward is nn.Module.forward else []
+        only_holds = not whole and type(part).forward is nn.Module.forward
+        inner = _entries(part, whole) if only_holds else []
         found += [f"{name}.{entry}" for entry in inner] or [name]
     return found
 

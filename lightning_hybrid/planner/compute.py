@@ -17,6 +17,9 @@ from lightning_hybrid.planner.profile import ModelProfile
 __all__ = ["BlockTime", "Work", "block_time", "head_time", "host_work"]
 
 _TILE = 128 * 256
+#: Share of the best matrix product's rate that attention reaches with kernels written for the device, forward and
+#: backward together (FlashAttention-3 on H100: 0.9 forward without a mask, less with one; Shah et al. 2024, figure 5).
+_OWN_ATTENTION = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,8 @@ class BlockTime:
     backward_weight: float
     attention: float
     """The part of ``forward`` that selective recomputation repeats."""
+    products: float = 0.0
+    """The part of ``forward`` that is products with weights."""
 
     @property
     def backward(self) -> float:
@@ -66,6 +71,7 @@ def block_time(profile: ModelProfile, gpu: Gpu, work: Work, constants: Constants
         backward_input=products + attention_backward + 1.25 * other,
         backward_weight=products,
         attention=attention,
+        products=products,
     )
 
 
@@ -100,7 +106,12 @@ def head_time(profile: ModelProfile, gpu: Gpu, work: Work, constants: Constants)
 
 
 def _rate(gpu: Gpu, dtype: str, constants: Constants) -> float:
-    """FLOP/s of large matrix products in a long run."""
+    """FLOP/s of large matrix products in a long run.
+
+    A best product that was measured at 8 bits is already bound by the power that the device may draw.
+    """
+    if dtype == "fp8" and gpu.matmul_fp8:
+        return gpu.sustained(dtype)
     warmth = min(1.0, gpu.watts / (gpu.peak("bf16") / 1e12) / COOL)
     return gpu.sustained(dtype) * float(warmth**constants.throttle)
 
@@ -118,7 +129,8 @@ def _attention(profile: ModelProfile, tokens: float, gpu: Gpu, work: Work, const
     dtype = "bf16" if work.precision == "fp8" else work.precision
     flops = tokens * profile.attention_flops / work.tensor
     if work.attention != "unfused":
-        rate = _rate(gpu, dtype, constants) * gpu.fast_attention * constants.flash
+        share = max(gpu.fast_attention, _OWN_ATTENTION) if work.attention == "cudnn" else gpu.fast_attention
+        rate = _rate(gpu, dtype, constants) * share * constants.flash
         rate *= constants.first_flash if work.attention == "flash" else 1.0
         forward = flops * (0.5 if profile.causal else 1.0) / rate
         return forward, 2.5 * forward

@@ -1,7 +1,8 @@
 """The few constants that no data sheet says. Pure.
 
 [Note: where the numbers come from]
-Fitted by ``python -m benchmarks.planner_published --fit FILE...`` to published step times, the same for all sources,
+Fitted by ``python -m benchmarks.planner_published --fit FILE...`` to published step times (``published_more.json`` among
+them), the same for all sources,
 models and devices; each stands for something that a kernel or a network does. ``--leave-out`` fits them once without
 each source and shows the error on that one.
 """
@@ -64,24 +65,24 @@ class Constants:
 
 
 FITTED = Constants(
-    matmul=0.903,
-    throttle=0.247,
-    wave=0.28,
-    operands=0.641,
-    narrow_attention=0.466,
-    flash=0.948,
-    first_flash=0.571,
-    elementwise=1.2,
-    scores=0.82,
-    launch=0.000636,
-    link=0.646,
-    network=0.579,
-    crowd=0.0507,
-    latency=2.76e-05,
-    handover=0.00039,
-    hop=3.02e-06,
-    overlap=0.642,
-    sharpness=3.2,
-    microbatch=0.00137,
-    step=0.00999,
+    matmul=0.929,
+    throttle=0.221,
+    wave=0.302,
+    operands=0.697,
+    narrow_attention=0.432,
+    flash=0.669,
+    first_flash=0.791,
+    elementwise=1.26,
+    scores=0.862,
+    launch=0.00062,
+    link=0.6,
+    network=0.636,
+    crowd=0.0511,
+    latency=2.78e-05,
+    handover=0.000398,
+    hop=3.05e-06,
+    overlap=0.721,
+    sharpness=3.8,
+    microbatch=0.00148,
+    step=0.00959,
 )

@@ -9,7 +9,8 @@ Peak rates (dense: half of what is printed with sparsity), memory, power and lin
   "GH200", "HGX B200", "GB200 NVL72", "HGX B300", "GB300 NVL72";
 - NVIDIA whitepapers "Ampere GA102", "Ada" and "RTX Blackwell" (GeForce: fp16 with fp32 accumulation);
 - AMD data sheets: Instinct MI210, MI250X (one is two devices to a program: numbers are those of one GCD), MI300X,
-  MI325X, MI350X, MI355X.
+  MI325X, MI350X, MI355X;
+- torchtitan's benchmarks of December 2024 for Meta's H100 with 96 GB (HBM2e at 2.4 TB/s, 500 W).
 
 The rows of B300, GB300, MI350X, MI355X and H100 NVL were compared (2026-11) with published descriptions only, not with
 the makers' own sheets: peaks, memory, bandwidth and power agree; the number of a B300's multiprocessors is a B200's.
@@ -102,6 +103,7 @@ A800-SXM-80GB      312  yes  19.5      -  80 2039  200 switch     200    8   108
 A100-PCIe-80GB     312  yes  19.5      -  80 1935   32    bus     100    8   108   300  0.811       -   0.6
 A100-PCIe-40GB     312  yes  19.5      -  40 1555   32    bus     100    8   108   300  0.811       -   0.6
 H100-SXM-80GB    989.4  yes    67 1978.8  80 3352  450 switch     400    8   132   700  0.803   0.709   0.5
+H100-SXM-96GB    989.4  yes    67 1978.8  96 2400  450 switch     400    8   132   500      -       -   0.5
 H100-PCIe-80GB     756  yes    51   1512  80 2039   64    bus     100    8   114   350  0.803   0.709   0.5
 H800-SXM-80GB    989.4  yes    67 1978.8  80 3352  200 switch     400    8   132   700  0.803   0.709   0.5
 H20-SXM-96GB       148  yes    44    296  96 4000  450 switch     400    8    78   400      -   0.709   0.5

@@ -239,7 +239,8 @@ class ModelProfile:
 
         Args:
             tensor: Tensor-parallel ranks.
-            recompute: ``"none"``, ``"selective"`` (attention is computed again) or ``"full"``.
+            recompute: See :class:`~lightning_hybrid.planner.setup.Setup`. With ``"ops"`` a block keeps its input, what
+                attention returns, and the results of every other product with weights.
             sequence_parallel: Whether what tensor ranks would hold in common is divided by tokens.
             flash: Whether attention keeps no scores.
             fused: Whether a gated MLP's activation is one kernel, which keeps nothing of its own.
@@ -250,6 +251,9 @@ class ModelProfile:
         attention = (
             2.0 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + 2.0 * self.num_heads * self.head_dim
         )
+        if recompute == "ops":
+            results = sum(m.shape(tensor)[1] * m.copies * m.share for m in self.matmuls)
+            return 2.0 * hidden / spread + 2.0 * self.num_heads * self.head_dim / tensor + results
         width = 4.0 if not self.gated_mlp else 6.0 if fused else 8.0  # what enters and leaves the activation
         inner = width * self.ffn_size * self.num_active_experts
         scores = 0.0 if flash or recompute == "selective" else 5.0 * self.num_heads * self.seq_length

@@ -93,7 +93,7 @@ def sizes_of_config(config: Any, seq_length: int | None = None) -> dict[str, Any
 
 def profile_of_module(module: nn.Module, seq_length: int, blocks: Any) -> ModelProfile:
     """See :meth:`ModelProfile.from_module`."""
-    chain = [module.get_submodule(name) for name in list_blocks(module, blocks)]
+    chain = [module.get_submodule(name) for name in list_blocks(module, blocks, whole=True)]
     inside = {id(parameter) for block in chain for parameter in block.parameters()}
     outside = {id(p): p for p in module.parameters() if id(p) not in inside}
     tables = _tables(module, chain)

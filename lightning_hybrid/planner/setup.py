@@ -13,9 +13,9 @@ from lightning_hybrid.planner.collectives import Group
 __all__ = ["ATTENTION", "RECOMPUTE", "SCHEDULES", "Setup", "describe"]
 
 #: How attention is computed.
-ATTENTION = ("unfused", "flash", "flash2")
+ATTENTION = ("unfused", "flash", "flash2", "cudnn")
 #: What is computed again in the backward, from nothing to whole blocks.
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "ops", "full")
 #: Schedules whose time and memory are known, and the stages that each rank must have (``None``: any number).
 SCHEDULES: Mapping[str, int | None] = MappingProxyType(
     {
@@ -52,6 +52,8 @@ class Setup:
     schedule: str = "1F1B"
     stages_per_rank: int = 1
     recompute: str = "none"
+    """``selective``: attention (Megatron); ``ops``: all but attention and every other product with weights
+    (torchtitan); ``full``: whole blocks."""
     zero: int = 3
     """What is sharded over the data axis: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
     reshard: bool = True
@@ -61,7 +63,8 @@ class Setup:
     """Ranks among which the tokens of a sample are divided (between tensor and data ranks)."""
     precision: str = "bf16"
     attention: str = "flash2"
-    """``unfused`` (scores in memory), ``flash`` (its first version, or Triton's), or ``flash2`` (and later, cuDNN)."""
+    """``unfused`` (scores in memory), ``flash`` (its first version, or Triton's), ``flash2``, or ``cudnn`` (and other
+    kernels that are written for the device, such as the third version on Hopper)."""
     fused: bool = False
     """Whether element-wise work is compiled into few kernels."""
     gradient_bytes: int = 4
@@ -70,6 +73,8 @@ class Setup:
     """Bytes of gradients in the working precision that are kept beside those (DeepSpeed's bf16, nanotron)."""
     adapters: bool = False
     """Whether only small adapters train: no gradients, states or weights' half of the backward for the rest."""
+    overlap_tensor: bool = False
+    """Whether tensor ranks exchange while they compute (Transformer Engine's user buffers, asynchronous TP)."""
     even: bool = False
     """Whether blocks are dealt out evenly, whatever head and loss cost (Megatron); else so that stages cost alike."""
 

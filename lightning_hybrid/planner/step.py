@@ -174,7 +174,14 @@ def _one_pass(
     )
     block = block_time(profile, cluster.gpu, work, constants)
     exchange = _tensor_exchange(profile, cluster, setup, constants)
-    again = {"none": 0.0, "selective": block.attention, "full": block.forward}[setup.recompute]
+    if setup.overlap_tensor:
+        exchange = _longer(block.products, exchange, constants.sharpness) - block.products
+    again = {
+        "none": 0.0,
+        "selective": block.attention,
+        "ops": block.forward - block.attention - block.products / 2,
+        "full": block.forward,
+    }[setup.recompute]
     host = constants.launch * host_work(work)
     # the device waits for the host where kernels are too short: what the host needs more is shown as compute
     forward = _longer(block.forward + exchange, host, 4.0) - exchange
