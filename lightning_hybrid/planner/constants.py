@@ -1,10 +1,9 @@
 """The few constants that no data sheet says. Pure.
 
 [Note: where the numbers come from]
-Fitted by ``python -m benchmarks.planner_published --fit FILE...`` to published step times (``published_more.json`` among
-them), the same for all sources,
-models and devices; each stands for something that a kernel or a network does. ``--leave-out`` fits them once without
-each source and shows the error on that one.
+Fitted by ``python -m benchmarks.planner_published --fit FILE...`` to published step times, those of
+``published_more.json`` among them, the same for all sources, models and devices; each stands for something that a
+kernel or a network does. ``--leave-out`` fits them once without each source and shows the error on that one.
 """
 
 from __future__ import annotations
