@@ -20,6 +20,7 @@ from lightning_hybrid.planner import Estimate, estimate
 from lightning_hybrid.planner.constants import FITTED, Constants
 from lightning_hybrid.planner.rules import MEMORY_SHARE, advise, preference
 from lightning_hybrid.planner.search import CLOSE
+from lightning_hybrid.planner.stage_memory import FRAGMENTS
 
 GIB = 2**30
 
@@ -53,7 +54,8 @@ class Answer:
             return max(stage.states + stage.activations for stage in self.estimate.memory)
         if "last" in words and "rank" in words:
             return self.estimate.memory[-1].allocated
-        return max(stage.allocated for stage in self.estimate.memory)
+        most = max(stage.allocated for stage in self.estimate.memory)
+        return most * FRAGMENTS if "reserved" in words else most
 
     @property
     def fits(self) -> bool:
