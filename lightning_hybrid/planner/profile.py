@@ -21,8 +21,8 @@ class Matmul:
     """What tensor parallelism divides: ``columns`` (outputs), ``rows`` (inputs), or ``none``."""
     share: float = 1.0
     """Part of the tokens that pass through (experts)."""
-    copies: int = 1
-    """Such layers in a block (experts)."""
+    copies: float = 1
+    """Such layers in a block (experts); a half where every other block has one."""
 
     def shape(self, tensor: int) -> tuple[float, float]:
         """(inputs, outputs) on one of ``tensor`` ranks."""
@@ -32,7 +32,7 @@ class Matmul:
     @property
     def parameters(self) -> int:
         """Weights of all copies."""
-        return self.inputs * self.outputs * self.copies
+        return round(self.inputs * self.outputs * self.copies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,16 +164,19 @@ class ModelProfile:
     def from_config(cls, config: Any, *, seq_length: int | None = None) -> ModelProfile:
         """Describe a Hugging Face model by its config (object, or the dict of its ``config.json``).
 
+        Where transformers has such a model, that is read (on the meta device); else the config's sizes by their names.
+
         Args:
             config: The config; of a model with several (vision and text) the text's.
             seq_length: Tokens of a sample; by default the longest that the config allows.
 
         Raises:
-            ConfigurationError: if a size is missing; the message names it.
+            ConfigurationError: if a size is missing; the message names it. Of a model with encoder and decoder, if
+                transformers is not installed.
         """
-        from lightning_hybrid.planner.read import sizes_of_config
+        from lightning_hybrid.planner.read import profile_of_config
 
-        return cls.from_sizes(**sizes_of_config(config, seq_length))
+        return profile_of_config(config, seq_length)
 
     @classmethod
     def from_module(cls, module: Any, *, seq_length: int, blocks: Any = None) -> ModelProfile:

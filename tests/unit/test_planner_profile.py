@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -113,3 +115,52 @@ def test_a_hugging_face_model_is_read_by_its_config():
     assert profile.gated_mlp and profile.num_kv_heads == 2 and not profile.tied_embeddings
     by_config = ModelProfile.from_config(config, seq_length=16)
     assert by_config.num_parameters == pytest.approx(profile.num_parameters, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "made", "values"),
+    [
+        ("gemma", "GemmaForCausalLM", {"head_dim": 16}),  # tied by default, which its config.json leaves out
+        ("t5", "T5ForConditionalGeneration", {"d_kv": 32, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 4}),
+        ("falcon", "FalconForCausalLM", {"multi_query": True, "new_decoder_architecture": False}),
+        ("qwen2_moe", "Qwen2MoeForCausalLM", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}),
+    ],
+)
+def test_a_config_is_read_as_the_model_that_it_makes(kind: str, made: str, values: dict[str, Any]):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 50, "d_model": 64}
+    sizes |= {"num_key_value_heads": 2}
+    document = {"model_type": kind, **sizes, "intermediate_size": 256, "d_ff": 256, **values}
+    config = transformers.CONFIG_MAPPING[kind].from_dict(document)
+    with torch.device("meta"):
+        model = getattr(transformers, made)(config)
+    profile = ModelProfile.from_config(document, seq_length=16)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    assert profile.num_parameters == pytest.approx(whole, rel=1e-5)  # a mean over blocks is rounded
+    if kind == "t5":  # two of three blocks have a second attention
+        weights = {name: p for name, p in model.named_parameters() if "block" in name and p.ndim == 2}
+        linears = sum(weight.numel() for name, weight in weights.items() if "bias" not in name)
+        assert 6 * sum(matmul.parameters for matmul in profile.matmuls) == pytest.approx(linears, rel=1e-4)
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.top_k = 8, 2, 2
+        self.query, self.router = nn.Linear(32, 32, bias=False), nn.Linear(32, 8, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(8))
+
+
+def test_experts_work_on_the_tokens_that_choose_them():
+    model = nn.Sequential(Sparse(), Sparse(), Sparse())
+    profile = ModelProfile.from_module(model, seq_length=1)
+    assert profile.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    active = 32 * 32 + 32 * 8 + 2 * (2 * 32 * 64)
+    assert profile.layer_flops - profile.attention_flops == 2 * active
+    assert (profile.num_heads, profile.num_kv_heads) == (8, 2)
