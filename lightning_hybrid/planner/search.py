@@ -5,13 +5,15 @@ All degrees whose product is the number of devices are tried, with every micro-b
 the schedules that the pipeline can run, and three ways to shard: over all data ranks, in replicas of a node each, or
 not at all. Of settings that only save memory (blocks gathered again, blocks computed again) no more are used than it
 takes to fit: each costs time. Memory is counted before time, so that most candidates cost microseconds. Fewer devices
-than there are are tried where no plan uses all, and on small clusters always.
+than there are are tried where no plan uses all; on small clusters always, and on others the power of two below, which
+divides batches and heads that 48 or 1000 devices do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
@@ -34,6 +36,8 @@ _SMALL = 32
 #: Plans beyond those that are returned that may become better when their ranks are placed.
 _MORE = 10
 _GIB = 2**30
+#: How the reason begins that says what memory degrees would need, in GiB.
+_LACKS = "at least "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,7 @@ class Planning:
             ConfigurationError: if none fits; the message says what the nearest would need.
         """
         if not self.plans:
-            reasons = "; ".join(f"{found.what}: {found.reason}" for found in self.rejected[:3])
+            reasons = "; ".join(f"{found.what}: {found.reason}" for found in _nearest(self.rejected)[:3])
             raise ConfigurationError(
                 f"No plan for {self.profile.name} at a batch of {self.global_batch} on {self.cluster} fits ({reasons})."
                 " Use more devices, another global batch, or shorter sequences."
@@ -174,8 +178,8 @@ def plan(
     parallel = not compile if sequence_parallel is None else sequence_parallel
     options = {"precision": precision, "sequence_parallel": parallel, "fused": compile}
     found = _Found()
-    for devices in _counts(cluster) if idle else (cluster.num_devices,):
-        if devices != cluster.num_devices and found.fitting and cluster.num_devices > _SMALL:
+    for devices, always in _counts(cluster) if idle else ((cluster.num_devices, True),):
+        if found.fitting and not always:
             break
         for layout in _layouts(profile, cluster, devices, global_batch, known, found):
             if layout in known and known[layout] is None:
@@ -256,11 +260,33 @@ def _place_all(profile: ModelProfile, cluster: Cluster, plans: Sequence[Plan], c
     return close + sorted((plan for plan in made if plan.seconds > limit), key=lambda plan: plan.seconds)
 
 
-def _counts(cluster: Cluster) -> Iterator[int]:
-    """How many devices to use: all first; on small clusters down to half of them, else whole nodes less."""
+def _counts(cluster: Cluster) -> Iterator[tuple[int, bool]]:
+    """How many devices to use, and whether that is tried in any case, or only if no plan with more of them fits."""
     count = cluster.num_devices
-    step = 1 if count <= _SMALL else cluster.per_node
-    return iter(range(count, count // 2, -step))
+    is_small, power = count <= _SMALL, 1 << (count.bit_length() - 1)
+    yield count, True
+    if not is_small and power < count:
+        yield power, True
+    step = 1 if is_small else cluster.per_node
+    for fewer in range(count - step, count // 2, -step)[: _SMALL // 2]:
+        yield fewer, is_small
+    while count > 1:
+        count //= 2
+        yield count, False
+
+
+def _nearest(rejected: Iterable[Rejection]) -> list[Rejection]:
+    """What lacks least memory first; of what is refused for one reason with other numbers, the first."""
+    by_kind: dict[str, Rejection] = {}
+    for found in sorted(
+        rejected, key=lambda found: float(found.reason.split()[2]) if _lacks_memory(found.reason) else inf
+    ):
+        by_kind.setdefault("".join(char for char in found.reason if not char.isdigit() and char != "."), found)
+    return list(by_kind.values())
+
+
+def _lacks_memory(reason: str) -> bool:
+    return reason.startswith(_LACKS)
 
 
 def _layouts(
@@ -378,10 +404,10 @@ def _try(
 
 def _note_memory(layout: Layout, needed: float, memory: float, share: float, found: _Found) -> None:
     """Remember the least (GiB) that any setup of these degrees would need."""
-    key, start = describe(layout), "at least "
+    key = describe(layout)
     before = found.rejected.get(key, "")
     problem = HEADROOM.problem(needed, memory, share)
-    if problem and (not before.startswith(start) or needed < float(before.split()[2])):
+    if problem and (not _lacks_memory(before) or needed < float(before.split()[2])):
         found.rejected[key] = problem
 
 

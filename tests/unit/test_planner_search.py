@@ -121,14 +121,21 @@ def test_what_ran_across_nodes_is_not_judged_by_a_rule():
 
 def test_too_little_memory_is_refused_with_what_it_would_take():
     profile = ModelProfile.from_sizes(**SMALL["12 heads"], seq_length=512)
-    planning = plan(profile, small_cluster(2, memory=4), global_batch=8)
+    planning = plan(profile, small_cluster(2, memory=1), global_batch=8)
     assert planning.plans == ()
     with pytest.raises(
-        ConfigurationError, match=r"at least \d+\.\d GiB on a device, of which 3\.2 may be used \(room in memory: "
+        ConfigurationError, match=r"at least \d+\.\d GiB on a device, of which 0\.8 may be used \(room in memory: "
     ):
         _ = planning.best
     with pytest.raises(ConfigurationError, match="global_batch=0"):
         plan(profile, small_cluster(2), global_batch=0)
+
+
+def test_fewer_devices_are_taken_where_more_are_no_use():
+    """48 devices do not divide 128 samples, and no degrees use six for one sample of 9 heads and 5 blocks."""
+    small = ModelProfile.from_sizes(num_layers=5, hidden_size=1152, num_heads=9, seq_length=1024, vocab_size=50257)
+    assert plan(small, Cluster.named("H100", 48), global_batch=128).idle == 16
+    assert plan(small, Cluster.named("H100", 6), global_batch=1).idle == 3
 
 
 def test_memory_is_saved_only_where_it_must_be():
