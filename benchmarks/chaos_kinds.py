@@ -137,6 +137,10 @@ KINDS: dict[str, Kind] = {
     "StopIteration": Kind(
         "training_step", _raise(StopIteration(WORDS)), said="training_step raised StopIteration", status="failed"
     ),
+    "StopIteration in the dataset": Kind("dataset", _raise(StopIteration(WORDS)), said="raised StopIteration for a"),
+    "StopIteration in a hook": Kind(
+        "on_train_batch_end", _raise(StopIteration(WORDS)), said="This rank has ended its epoch", limit=40
+    ),
     "a connection of the user's own": Kind(
         "on_train_batch_end", _raise(ConnectionResetError("Connection reset by peer")), said="ConnectionResetError"
     ),

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.batches.randomness import SHARES
+from lightning_hybrid.building.alike import check_same_model
 from lightning_hybrid.building.materialize import MetaWeights, check_same_meta, on_meta, to_meta, values_to_try_with
 from lightning_hybrid.building.own_parallel import check_own, is_parallel, synchronise_own
 from lightning_hybrid.building.per_block import apply_per_block
@@ -279,6 +280,7 @@ def synchronise(module: nn.Module, device: torch.device) -> None:
     if dist.get_world_size() == 1 or device.type == "meta":
         return
     check_same_meta(module)
+    check_same_model(module)
     with torch.no_grad():
         for tensor in [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]:
             carrier = tensor.detach().to(device).contiguous()

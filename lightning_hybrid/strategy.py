@@ -283,7 +283,7 @@ class Hybrid3DStrategy(FromArchive, ReplicaHooks):
         options = group_options(self.root_device, self.settings.timeout)
         _init_dist_connection(self.cluster_environment, backend, **options)
         self.watch = start_watch(self)
-        self.choice.share(self.broadcast)
+        self.choice.share(self)
         self.choice.layout = choose_layout(self)
         self._mesh = build_mesh(self.layout, self.root_device.type)
         self._clock = Clock(self.root_device)

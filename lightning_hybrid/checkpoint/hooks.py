@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hybrid.building.alike import check_same_optimizers
 from lightning_hybrid.building.materialize import on_meta
 from lightning_hybrid.checkpoint.background import Background
 from lightning_hybrid.checkpoint.consolidate import (
@@ -97,6 +98,7 @@ class CheckpointHooks(AxisCollectives):
         with self._keys.completed(module):  # configure_optimizers sees every parameter, those of other stages on meta
             super().setup_optimizers(trainer)
         self._group_names = [self._keys.release(optimizer, module) for optimizer in self.optimizers]
+        check_same_optimizers(self.optimizers, self.lr_scheduler_configs, self._group_names)
         for optimizer in self.optimizers:
             refuse_wide_optimizers(optimizer, self.layout)
             disable_foreach_on_mixed_tensors(optimizer)

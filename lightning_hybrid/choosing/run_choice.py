@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from lightning_hybrid.archive import Planned
+from lightning_hybrid.building.alike import check_same_settings
 from lightning_hybrid.building.per_block import can_split_backward
 from lightning_hybrid.choosing.choose import ArchiveChoice, archived_schedule, check_counts, choose_stages_per_rank
 from lightning_hybrid.choosing.plan import PlanChoice
@@ -74,10 +74,12 @@ class RunChoice:
         """Return the degrees for so many devices."""
         return self.layout or resolve_layout(num_devices, **self.degrees)
 
-    def share(self, broadcast: Callable[[Any], Any]) -> None:
-        """Have all ranks run the table that global rank 0 read from its file. A collective where there is one."""
+    def share(self, strategy: Any) -> None:
+        """Have all ranks run the table that global rank 0 read from its file; all else must be equal. A collective."""
+        check_same_settings(strategy)
         if self.spec.sizes is not None:
-            self.spec, self.stages_per_rank, self.degrees = broadcast((self.spec, self.stages_per_rank, self.degrees))
+            table = self.spec, self.stages_per_rank, self.degrees
+            self.spec, self.stages_per_rank, self.degrees = strategy.broadcast(table)
 
     def take_entry(self, choice: ArchiveChoice) -> None:
         """Start from an archive entry: its degrees, and what else nobody gave."""

@@ -20,8 +20,9 @@ Status = Literal["failed", "oom", "error", "interrupted"]
 #: A longer text says no more, and travels to every rank.
 _MOST_CHARACTERS = 20_000
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-#: Where torch raises what a data set or its worker has raised.
-_READING = ("torch._utils", "torch.utils.data")
+#: Where torch or we raise what a data set, its worker, or a script that differs between ranks is to blame for.
+_NO_DEGREES: tuple[str, ...] = ("torch._utils", "torch.utils.data")
+_NO_DEGREES += ("lightning_hybrid.failures.early_end", "lightning_hybrid.building.alike")
 #: What gloo, NCCL and torch's store say on the ranks that follow a failed one.
 _BROKEN_CONNECTION = re.compile(
     r"Connection closed by peer|Connection reset|Broken pipe|Connection refused|Socket closed|remote process exited"
@@ -162,7 +163,7 @@ def status_of(error: BaseException) -> Status:
     if isinstance(error, (NonFiniteError, CheckpointError)):
         return "error"
     is_torchs = isinstance(error, RuntimeError) or _raised_in(error).startswith(("torch.", "lightning_hybrid."))
-    return "failed" if is_torchs and not _raised_in(error).startswith(_READING) else "error"
+    return "failed" if is_torchs and not _raised_in(error).startswith(_NO_DEGREES) else "error"
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

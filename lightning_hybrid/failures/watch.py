@@ -159,12 +159,24 @@ class Watch:
 
         If others wait in vain meanwhile, that is the first cause.
         """
+        self._send_about("suspect", "withdraw", error)
+
+    def hint(self, error: BaseException | None) -> None:
+        """Say what this rank has done that others may wait for in vain; ``None``: they do not.
+
+        It is the first cause if ranks are ended for waiting, and ends none before that.
+        """
+        self._send_about("hint", "no hint", error)
+
+    def _send_about(self, kind: str, back: str, error: BaseException | None) -> None:
         if error is None:
-            self._wire.send(kind="withdraw")
-        else:
-            place, where = self._place(self.rank), look(frames_of_traceback(error))
-            failure = Failure.of(error, rank=self.rank, place=place, action=where.action)
-            self._wire.send(kind="suspect", failure=failure.to_dict())
+            self._wire.send(kind=back)
+            return
+        place, where = self._place(self.rank), look(frames_of(self._main))
+        if error.__traceback__ is not None:
+            where = look(frames_of_traceback(error))
+        failure = Failure.of(error, rank=self.rank, place=place, action=where.action)
+        self._wire.send(kind=kind, failure=failure.to_dict())
 
     @property
     def has_left(self) -> bool:

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_hybrid.failures.failure import Failure, Status
@@ -134,6 +134,7 @@ class Hub(threading.Thread):
         self._first: Failure | None = None
         self._consequence: tuple[float, Failure] | None = None
         self._suspects: dict[int, Failure] = {}
+        self._hints: dict[int, Failure] = {}
         self._stall: tuple[float, str] | None = None
         self._warned = False
         self._meetings = Meetings(num_ranks, self._tell)
@@ -220,6 +221,10 @@ class Hub(threading.Thread):
         elif kind == "withdraw":
             self._suspects.pop(member.rank, None)
             self._tell(kind="closely", closely=bool(self._suspects))
+        elif kind == "hint":
+            self._hints[member.rank] = Failure.read(message["failure"])
+        elif kind == "no hint":
+            self._hints.pop(member.rank, None)
         elif kind == "left":
             member.state = "left"
             self._is_over |= member.rank == 0
@@ -304,6 +309,8 @@ class Hub(threading.Thread):
             lines.append(f"  rank {m.rank} ({self._place(m.rank)}): {where}\n{stack}")
         cause = f"no progress: {why}. Ranks must make the same collectives in the same order"
         details = "What each rank was doing:\n" + "".join(lines)
+        for hint in self._hints.values() if len(self._hints) < self._num_ranks else ():
+            self._decide(replace(hint, details=f"Since then {why}. {details}", raised=False))
         place = self._place(suspect.rank)
         self._decide(Failure(rank=suspect.rank, place=place, action=suspect.where, cause=cause, details=details))
 

@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hybrid.failures.early_end import unexpected_end, watched_advance
 from lightning_hybrid.measuring.clock import Clock
 from lightning_hybrid.mesh import axis_group, replica_group, replica_mesh
 from lightning_hybrid.replicas.states import add_replica_states, take_replica_states
@@ -77,10 +78,12 @@ class ReplicaHooks(EvaluationHooks):
 
     @override
     def on_train_start(self) -> None:
+        module: Any = self.lightning_module
+        loop = module.trainer.fit_loop
+        if self.watch is not None:
+            loop.epoch_loop.advance = watched_advance(loop.epoch_loop, self.watch)
         if self.replicas is not None:
             self.replicas.start()
-            module: Any = self.lightning_module
-            loop = module.trainer.fit_loop
             loop.on_run_end = _closed_first(loop, self)
 
     @contextmanager
@@ -93,10 +96,10 @@ class ReplicaHooks(EvaluationHooks):
             if progress.is_last_batch:
                 self.replicas.meet(_LAST_BATCH, progress.current.ready)
             self.replicas.notice_trained()
-        self._trains = True
+        self._trains, ends = True, unexpected_end(module.trainer.fit_loop._data_fetcher)
         try:
             yield
-        except StopIteration:  # Lightning ends the epoch then, on this rank alone, and the others wait
+        except ends:  # Lightning ends the epoch then, on this rank alone, and the others wait
             raise RuntimeError(
                 "training_step raised StopIteration. Catch it there, as by next(iterator, None); to end an epoch early,"
                 " return -1 from on_train_batch_start on all ranks."

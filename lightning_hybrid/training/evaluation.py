@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_hybrid.checkpoint.hooks import CheckpointHooks
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
+from lightning_hybrid.failures.early_end import unexpected_end
 from lightning_hybrid.mesh import axis_group
 from lightning_hybrid.training.quiet import quiet_step
 
@@ -171,18 +172,24 @@ class EvaluationHooks(CheckpointHooks):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self._evaluate("validation_step", *args, **kwargs)
+            return self._evaluated("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self._evaluate("test_step", *args, **kwargs)
+            return self._evaluated("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the prediction for this data rank's batch, on all of its pipeline and tensor ranks."""
         with self.precision_plugin.predict_step_context():
-            return self._evaluate("predict_step", *args, **kwargs)
+            return self._evaluated("predict_step", *args, **kwargs)
+
+    def _evaluated(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._evaluate(name, *args, **kwargs)
+        except unexpected_end(self._evaluation_loop._data_fetcher):  # Lightning's loop would end, on this rank alone
+            raise RuntimeError(f"{name} raised StopIteration. Catch it there, as by next(iterator, None).") from None
 
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module

@@ -12,12 +12,12 @@ from lightning_hybrid.failures import watch
 
 STRIKES = [
     ("exception in a block's forward", "tp2xpp2", 1),
-    ("exception in the dataset", "tp2", 1),
+    ("StopIteration in the dataset", "tp2", 1),
     ("exception in on_save_checkpoint", "dp2", 0),
     ("out of memory", "pp2", 1),
     ("SIGKILL", "pp2", 0),
     ("os._exit(0)", "dp2", 1),
-    ("a collective of its own", "pp2", 1),
+    ("StopIteration in a hook", "pp2", 1),
     ("no progress, holding the interpreter", "dp2", 1),
 ]
 

@@ -46,6 +46,10 @@ def refusal(rank: int, arguments: dict[str, Any], model: dict[str, Any], num_dev
     return str(caught.value)
 
 
+def small(kind: type[L.LightningModule], **sizes: Any) -> Any:
+    return kind(**{"num_blocks": 2, "width": 16, "num_heads": 4, "context_length": 16, **sizes})
+
+
 @pytest.mark.parametrize(
     ("arguments", "model", "num_devices", "words"),
     [
@@ -272,3 +276,31 @@ def refused_habits(rank: int) -> None:
 
 def test_habits_are_refused_with_the_right_way_out() -> None:
     run_ranks(2, refused_habits)
+
+
+def test_ranks_that_differ_are_refused() -> None:
+    """A crash in gloo, a wait for each other, or other learning rates on other shards, without a word."""
+
+    def run(rank: int) -> list[str]:
+        class Own(Watched):
+            rate = 0.1
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+        wide, slow = small(Own, width=16 + 16 * rank), small(Own)
+        slow.rate = 0.1 + rank
+        found = []
+        for module, options in ((small(Own), {"gradient_clip_val": [None, 1.0][rank]}), (wide, {}), (slow, {})):
+            strategy = Hybrid3DStrategy(2, 1, 1, archive=None)
+            trainer = L.Trainer(devices=2, strategy=strategy, max_steps=2, **QUIET, **options)
+            with pytest.raises(ConfigurationError) as caught:
+                trainer.fit(module, DataLoader(ROWS, batch_size=8))
+            assert module.num_optimizer_steps == 0
+            found.append(str(caught.value))
+        return found
+
+    first, second = run_ranks(2, run)
+    assert first == second
+    for text, words in zip(first, ("gradient_clip_val is None", "(256, 16) float32", "lr of group 0"), strict=True):
+        assert text.startswith("Ranks differ in ") and words in text
