@@ -107,8 +107,8 @@ class Measurement(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.latest, self.history = {}, History()
-        # A collective, so not on rank 0 alone; without loggers there is nobody to show anything to.
-        self._folder = Path(trainer.log_dir or trainer.default_root_dir) if trainer.loggers else None
+        folder = trainer.log_dir or trainer.default_root_dir  # a collective: some ranks may have no logger
+        self._folder = Path(folder) if trainer.loggers else None
         self.recorder(trainer).begin(trainer)
         self._first_step = self._measured = self.recorder(trainer).num_steps
 
