@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import types
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -18,6 +19,10 @@ __all__ = ["from_plain", "to_plain"]
 
 T = TypeVar("T")
 
+#: Integers are below.
+_MOST = 2**63
+#: What steers a terminal, and halves of a pair of surrogates, which no file takes.
+_NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -59,15 +64,26 @@ def _build(kind: Any, value: Any, where: str, ignore_unknown: bool) -> Any:
         return _build_union(kind, value, where, ignore_unknown)
     if origin is dict and isinstance(value, dict):
         item = get_args(kind)[1]
+        for name in value:
+            _check_scalar(name, where)
         return {key: _build(item, entry, f"{where}.{key}", ignore_unknown) for key, entry in value.items()}
     if kind is float and isinstance(value, str) and value in _NOT_FINITE:
         return _NOT_FINITE[value]
+    _check_scalar(value, where)
     if kind is float and type(value) is int:
         return float(value)
     # Not isinstance: True is an int to Python, but not to a reader of the document.
     if kind in (int, float, str, bool, type(None)) and type(value) is kind:
         return value
     raise ArchiveError(f"{where} is {_shown(value)}, which is not {_name(kind)}.")
+
+
+def _check_scalar(value: Any, where: str) -> None:
+    """Refuse what JSON can say, and files, terminals and arithmetic cannot take: one such entry would end them all."""
+    if type(value) is int and abs(value) >= _MOST:
+        raise ArchiveError(f"{where} is an integer of {len(str(abs(value)))} digits; at most {_MOST - 1} can be meant.")
+    if type(value) is str and (wrong := _NO_TEXT.search(value)):
+        raise ArchiveError(f"{where} is {_shown(value)}, in which {wrong.group()!r} is no text.")
 
 
 def _build_union(kind: Any, value: Any, where: str, ignore_unknown: bool) -> Any:
@@ -85,6 +101,8 @@ def _build_union(kind: Any, value: Any, where: str, ignore_unknown: bool) -> Any
 def _build_dataclass(kind: Any, value: Any, where: str, ignore_unknown: bool) -> Any:
     if not isinstance(value, dict):
         raise ArchiveError(f"{where} is {_shown(value)}, which is not an object.")
+    for name in value:
+        _check_scalar(name, where)
     hints, fields = _hints(kind), {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(set(value) - set(fields))
     if unknown and not ignore_unknown:

@@ -40,8 +40,13 @@ class Filter:
         """Refuse what no entry can have.
 
         Raises:
-            ArchiveError: if the status is none, or a time is not the beginning of one.
+            ArchiveError: if a value is of another type, the status is none, or a time is not the beginning of one.
         """
+        for name, value in vars(self).items():
+            wanted = int if name == "num_devices" else str
+            if value is not None and type(value) is not wanted:
+                kind = "an integer" if wanted is int else "a text"
+                raise ArchiveError(f"{name}={value!r} must be {kind}, or None for any")
         if self.status is not None and self.status not in STATUSES:
             raise ArchiveError(f"status={self.status!r} is none; entries have {', '.join(STATUSES)}")
         for name, value in (("since", self.since), ("until", self.until)):
@@ -106,6 +111,10 @@ def find_entry(wanted: Entry | str | os.PathLike[str] | dict[str, Any], archive:
         raise ArchiveError(
             f"no known-good entry of {Archive(archive)} has {wanted} ({len(known)} entries in all; models of those that"
             f" are known to work: {models})"
+        )
+    if not isinstance(wanted, (str, os.PathLike)):
+        raise ArchiveError(
+            f"{wanted!r} is no entry, nor an id, a document's path or a query such as {{'model': 'GPT'}}"
         )
     name = os.fspath(wanted)
     if name.endswith(".json"):

@@ -79,6 +79,11 @@ def test_diverged_loss_survives_in_strict_json(loss: float) -> None:
         ({"schema": "1"}, "it is not an archive entry"),
         ({"schema": True}, "it is not an archive entry"),
         ({"schema": ...}, "it is not an archive entry"),
+        ({"model__num_parameters": 10**400}, "entry.model.num_parameters is an integer of 401 digits"),
+        ({"result__step_time": 10**400}, "entry.result.step_time is"),
+        ({"model__model_class": "\ud800"}, r"entry.model.model_class is '\\ud800', in which '\\ud800' is no text"),
+        ({"hardware__kind": "\x1b[2J"}, r"entry.hardware.kind is '\\x1b\[2J', in which '\\x1b' is no text"),
+        ({"result__breakdown": {"\udfff": 1.0}}, r"entry.result.breakdown is '\\udfff'"),
         ({"revision": "new"}, "entry.revision is 'new', which is not an integer"),
     ],
 )
