@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_hybrid.layout import AXES, Layout
 
-__all__ = ["axis_group", "build_mesh", "data_mesh", "pipeline_subgroup", "replica_group", "replica_mesh"]
+__all__ = [
+    "axis_group",
+    "broadcast_bits",
+    "build_mesh",
+    "data_mesh",
+    "pipeline_subgroup",
+    "replica_group",
+    "replica_mesh",
+]
 
 _built: dict[tuple[Any, ...], tuple[DeviceMesh, DeviceMesh]] = {}
 
@@ -74,3 +84,12 @@ def pipeline_subgroup(mesh: DeviceMesh, positions: Sequence[int]) -> dist.Proces
     group: dist.ProcessGroup | None
     group, _ = dist.new_subgroups_by_enumeration([[ranks[p] for p in positions] for ranks in pipelines])
     return group
+
+
+def broadcast_bits(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) -> None:
+    """Fill a contiguous tensor with the bits that global rank ``src`` has in it. A collective.
+
+    As bytes, since backends know some types only: gloo neither complex numbers nor those of 8 bits.
+    """
+    if tensor.numel():
+        dist.broadcast(tensor.view(-1).view(torch.uint8), src=src, group=group)

@@ -29,7 +29,7 @@ from lightning_hybrid.data_parallel.replication import Replication, replicates_o
 from lightning_hybrid.data_parallel.sharded_draws import draw_as_one_process
 from lightning_hybrid.errors import ConfigurationError
 from lightning_hybrid.layout import Layout
-from lightning_hybrid.mesh import axis_group, data_mesh
+from lightning_hybrid.mesh import axis_group, broadcast_bits, data_mesh
 from lightning_hybrid.pipeline.blocks import Blocks, find_block_lists, list_blocks
 from lightning_hybrid.pipeline.partition import partition_blocks
 from lightning_hybrid.pipeline.predict import chain_of
@@ -284,7 +284,7 @@ def synchronise(module: nn.Module, device: torch.device) -> None:
     with torch.no_grad():
         for tensor in [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]:
             carrier = tensor.detach().to(device).contiguous()
-            dist.broadcast(carrier, src=0)
+            broadcast_bits(carrier, 0)
             tensor.copy_(carrier)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.errors import ConfigurationError, UnsupportedError
 from lightning_hybrid.layout import Layout
-from lightning_hybrid.mesh import axis_group
+from lightning_hybrid.mesh import axis_group, broadcast_bits
 from lightning_hybrid.replicas.options import ReplicaSync
 from lightning_hybrid.settings import Settings
 
@@ -86,7 +86,7 @@ def synchronise_own(module: nn.Module, mesh: DeviceMesh) -> None:
             for group in groups:
                 if not _is_over(tensor, group) and dist.get_world_size(group) > 1 and local.numel():
                     carrier = local.detach().contiguous()
-                    dist.broadcast(carrier, src=dist.get_global_rank(group, 0), group=group)
+                    broadcast_bits(carrier, dist.get_global_rank(group, 0), group)
                     local.copy_(carrier)
 
 

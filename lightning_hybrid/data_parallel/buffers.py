@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_hybrid.mesh import broadcast_bits
+
 __all__ = ["SharedBuffers"]
 
 
@@ -90,7 +92,7 @@ class SharedBuffers:
                 dist.all_reduce(wide, group=self._group)
                 flat = wide.div_(dist.get_world_size(self._group))
             else:
-                dist.broadcast(flat, src=source, group=self._group)
+                broadcast_bits(flat, source, self._group)
             for buffer, values in zip(found, flat.split([b.numel() for b in found]), strict=True):
                 buffer.copy_(values.view(buffer.shape))
         self.note()

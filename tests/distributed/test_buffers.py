@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.data_parallel.buffers import SharedBuffers
+from lightning_hybrid.mesh import broadcast_bits
 from tests.distributed.equality import QUIET
 from tests.distributed.zoo import Classifier, labelled_rows
 from tests.ranks import run_ranks
@@ -80,3 +83,14 @@ def test_buffers_are_those_of_ddp() -> None:
                 torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-4, atol=1e-5, msg=way)
     wanted, found = by_way["wrong: each its own"]  # on the last rank
     assert (torch.tensor(found) - torch.tensor(wanted)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.bool], ids=str)
+def test_any_type_can_be_sent(dtype: torch.dtype) -> None:
+    def run(rank: int) -> list[float]:
+        dist.init_process_group("gloo")
+        tensor = torch.full((2, 3), 1.0 - rank).to(dtype)
+        broadcast_bits(tensor, 0)
+        return tensor.to(torch.complex64).real.flatten().tolist()
+
+    assert run_ranks(2, run) == [[1.0] * 6] * 2
