@@ -267,9 +267,10 @@ def _counts(cluster: Cluster) -> Iterator[tuple[int, bool]]:
     yield count, True
     if not is_small and power < count:
         yield power, True
-    step = 1 if is_small else cluster.per_node
-    for fewer in range(count - step, count // 2, -step)[: _SMALL // 2]:
-        yield fewer, is_small
+    if is_small:
+        yield from ((fewer, fewer > count // 2) for fewer in range(count - 1, 0, -1))
+        return
+    yield from ((fewer, False) for fewer in range(count - cluster.per_node, count // 2, -cluster.per_node)[:16])
     while count > 1:
         count //= 2
         yield count, False

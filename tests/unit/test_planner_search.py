@@ -136,6 +136,7 @@ def test_fewer_devices_are_taken_where_more_are_no_use():
     small = ModelProfile.from_sizes(num_layers=5, hidden_size=1152, num_heads=9, seq_length=1024, vocab_size=50257)
     assert plan(small, Cluster.named("H100", 48), global_batch=128).idle == 16
     assert plan(small, Cluster.named("H100", 6), global_batch=1).idle == 3
+    assert plan(small, Cluster.named("H100", 10), global_batch=3).idle == 7  # three, not half of a half
 
 
 def test_memory_is_saved_only_where_it_must_be():
