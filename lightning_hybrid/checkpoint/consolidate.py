@@ -344,8 +344,8 @@ def scatter_optimizer_state(
     not.
 
     Raises:
-        CheckpointError: on every rank alike, if the number of groups, or of parameters in a group, differs, or a
-            parameter is in another group.
+        CheckpointError: on every rank alike, if the number of groups, or of parameters in a group, differs, a parameter
+            is in another group, or the state is of an optimizer with other settings.
     """
     _reshard(module)
     names = _names(optimizer, module, keys)
@@ -366,6 +366,11 @@ def scatter_optimizer_state(
                 }
             index += 1
     optimizer.load_state_dict(local)
+    if lost := sorted(key for key in optimizer.defaults if any(key not in group for group in optimizer.param_groups)):
+        raise CheckpointError(
+            f"The checkpoint's optimizer has no {', '.join(lost)}, which {type(optimizer).__name__} needs: it is of"
+            " another class. Resume with the configure_optimizers that wrote it, or load the weights only."
+        )
 
 
 def _positions(state: Mapping[str, Any], whole: list[list[str]]) -> dict[str, int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
-from lightning_hybrid.checkpoint.consolidate import _positions
+from lightning_hybrid.checkpoint.consolidate import StateKeys, _positions, scatter_optimizer_state
 from lightning_hybrid.errors import CheckpointError
 
 
@@ -21,3 +23,13 @@ def test_state_follows_names() -> None:
     assert positions(["b", "old", "c"], ["u", "v", "w"]) == [1, 0, 2, 3, 4, 5], "those that were renamed, by order"
     with pytest.raises(CheckpointError, match="a, and 5 other parameters, are in group 1 of the checkpoint's"):
         positions(["x", "y", "z"], ["a", "b", "c"])
+
+
+def test_states_of_another_class_are_refused() -> None:
+    """They would fail in the first step, by the name of a key."""
+    module = nn.Linear(2, 2)
+    keys = StateKeys.of(module, lambda name: True)
+    saved = torch.optim.AdamW(module.parameters())
+    scatter_optimizer_state(torch.optim.Adam(module.parameters()), saved.state_dict(), module, keys, None)
+    with pytest.raises(CheckpointError, match="has no dampening, momentum, which SGD needs"):
+        scatter_optimizer_state(torch.optim.SGD(module.parameters()), saved.state_dict(), module, keys, None)
