@@ -365,8 +365,9 @@ def scatter_optimizer_state(
                     key: _share(parameter, key, value, rows.get(name)) for key, value in values.items()
                 }
             index += 1
-    optimizer.load_state_dict(local)
-    if lost := sorted(key for key in optimizer.defaults if any(key not in group for group in optimizer.param_groups)):
+    needed = {key for group in optimizer.param_groups for key in group if key in optimizer.defaults}
+    optimizer.load_state_dict(local)  # settings that are new in torch are filled in here
+    if lost := sorted(key for key in needed if any(key not in group for group in optimizer.param_groups)):
         raise CheckpointError(
             f"The checkpoint's optimizer has no {', '.join(lost)}, which {type(optimizer).__name__} needs: it is of"
             " another class. Resume with the configure_optimizers that wrote it, or load the weights only."
