@@ -46,12 +46,13 @@ def propose_replica_sync(step_seconds: float, exchange_seconds: float) -> Replic
     ratio = exchange_seconds / step_seconds
     reason = (
         f"a step takes {step_seconds:.3g} s and an exchange {exchange_seconds:.3g} s, which adds"
-        f" {f'{ratio:.0%}' if ratio < 1 else f'{ratio:.3g} times as much'} if made at each step and {share:.1%} with"
-        f" interval={interval}"
+        f" {f'{ratio:.1%}' if ratio < 1 else f'{ratio:.3g} times as much'} if made at each step"
     )
     if interval == 1:
         reason += "; the link is fast, and replica_sync=1 averages gradients, as one process would"
-    elif interval == MOST and share > SHARE:
+    else:
+        reason += f" and {share:.1%} with interval={interval}"
+    if interval == MOST and share > SHARE:
         reason += f", the longest one that is known to learn well; {SHARE:.0%} would need {ceil(wanted)}"
     return ReplicaProposal(interval=interval, method=method, reason=reason)
 
