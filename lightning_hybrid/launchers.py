@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import io
 import os
 import subprocess
+import tempfile
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -115,6 +115,36 @@ class _ScriptLauncher(_Restartable, _Scripts):
     procs: list[subprocess.Popen[Any]]
 
 
+class _Results:
+    """What a process hands back, which travels in a file: the parent reads its pipe, which holds 64 KB, at the end."""
+
+    def __init__(self, results: Any) -> None:
+        self._results = results
+
+    def __reduce__(self) -> Any:
+        descriptor, path = tempfile.mkstemp(prefix="lightning_hybrid_results_")
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(self._results, file)  # by pickle alone, tensors would need shared memory
+        return _read_and_remove, (path,)
+
+
+def _read_and_remove(path: str) -> Any:
+    try:
+        return torch.load(path, weights_only=False)  # of our own child
+    finally:
+        os.remove(path)
+
+
+class _ReturnQueue:
+    """Takes results of any size without anybody reading."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+
+    def put(self, results: Any) -> None:
+        self._queue.put(_Results(results))
+
+
 class HybridMultiProcessingLauncher(_Restartable, _MultiProcessingLauncher):
     """Starts ranks by fork or spawn and hands back what a script's own processes would be left with.
 
@@ -129,12 +159,15 @@ class HybridMultiProcessingLauncher(_Restartable, _MultiProcessingLauncher):
         return function  # this process is no rank
 
     @override
-    def _wrapping_function(self, process_idx: int, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def _wrapping_function(
+        self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, queue: Any, states: Any = None
+    ) -> None:
         if self._start_method == "fork":
             gc.freeze()  # garbage of the notebook, such as process groups, may own threads this process lacks
         try:
             with wandb_runs_ended(trainer), failing_together(self._strategy, trainer):
-                super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+                results = _ReturnQueue(queue)
+                super()._wrapping_function(process_idx, trainer, function, args, kwargs, results, states)  # type: ignore[arg-type]
         except SystemExit as error:  # with 0, sys.exit() in a hook, the parent would wait for results for ever
             raise SystemExit(error.code or 1) from error
 
@@ -162,14 +195,12 @@ class HybridMultiProcessingLauncher(_Restartable, _MultiProcessingLauncher):
 
     @override
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
-        buffer = io.BytesIO()  # as Lightning does: tensors in a queue would need shared memory
-        torch.save(self._states, buffer)
-        return {**super().get_extra_results(trainer), "states": buffer.getvalue()}
+        return {**super().get_extra_results(trainer), "states": self._states}
 
     @override
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
-        states = torch.load(io.BytesIO(extra["states"]), weights_only=False)  # of our own child
+        states = extra["states"]
         trainer.fit_loop.load_state_dict(states["progress"])
         module = trainer.lightning_module
         there = {key for key, value in module.state_dict().items() if not getattr(value, "is_meta", False)}

@@ -84,8 +84,10 @@ def apply_sharding(
     """
     tied, policy = _shared_parameters(module), _reduction(module)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+    scalars = _scalars(module)  # fully_shard refuses them
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
-    units = [b for b in blocks if any(True for _ in b.parameters()) and tied.isdisjoint(map(id, b.parameters()))]
+    options["ignored_params"] = set(scalars)
+    units = [b for b in blocks if _has_shards(b) and tied.isdisjoint(map(id, b.parameters()))]
     for unit in units:
         if cpu_offload:
             unit.to(device)  # one by one: they may not fit all at once
@@ -105,8 +107,17 @@ def apply_sharding(
     for part in {held._module_info.module for held in _sharded(root)} | set(units):
         part.register_forward_pre_hook(functools.partial(_refuse_outside, root, names.get(part, "")), prepend=True)
     if group.size() > 1:
-        Lockstep(root, units, group, is_pipelined=is_pipelined, reshard=reshard)
+        Lockstep(root, units, group, scalars=scalars, is_pipelined=is_pipelined, reshard=reshard)
     return root
+
+
+def _scalars(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters without dimensions (a learnt temperature): every rank keeps them whole."""
+    return [parameter for parameter in module.parameters() if parameter.ndim == 0]
+
+
+def _has_shards(block: nn.Module) -> bool:
+    return any(parameter.ndim > 0 for parameter in block.parameters())
 
 
 def _give_memory(unit: nn.Module) -> None:
@@ -307,6 +318,7 @@ def reduce_gradients(module: nn.Module, root: ShardedRoot | None, scale: float) 
         _scale([p.grad for p in module.parameters()], scale)
         return
     set_gradient_sync(root, True)
+    _scale([p.grad for p in _scalars(root)], scale)
     root_state = fully_shard.state(root)  # type: ignore[attr-defined]
     for state in root_state._state_ctx.all_states:
         for group in state._fsdp_param_groups:

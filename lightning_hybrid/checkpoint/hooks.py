@@ -35,7 +35,7 @@ from lightning_hybrid.optimizer import disable_foreach_on_mixed_tensors
 from lightning_hybrid.sharding import reshard_inside
 from lightning_hybrid.training.collectives import AxisCollectives
 from lightning_hybrid.training.optimizer_scope import refuse_wide_optimizers
-from lightning_hybrid.training.torch_clipping import refuse_norms_of
+from lightning_hybrid.training.torch_clipping import refuse_lightnings_norms, refuse_norms_of
 
 __all__ = ["CheckpointHooks"]
 
@@ -88,6 +88,7 @@ class CheckpointHooks(AxisCollectives):
         if part.cut is not None or part.root is not None or is_split:
             module.__dict__["_part_of_a_run"] = True
             warn_of_partial_states(module)
+            refuse_lightnings_norms()
         if part.cut is not None or is_split:
             refuse_norms_of(module)
 

@@ -12,13 +12,13 @@ The order is learnt in the first step, and in the first one without gradients: t
 gather which unit they call next.
 
 One tiny sum per reduction then says which parameters no rank has used: their gradients are ``None``, as in one process.
-Only ranks that lack a gradient wait for it.
+Only ranks that lack a gradient wait for it. Scalars, which ``fully_shard`` does not take, are averaged beside it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Lockstep:
         units: Iterable[nn.Module],
         group: dist.ProcessGroup,
         *,
+        scalars: Sequence[nn.Parameter] = (),
         is_pipelined: bool,
         reshard: bool,
     ):
@@ -51,11 +52,13 @@ class Lockstep:
             root: Runs a step inside of its call.
             units: In an order that is the same on all ranks of ``group``.
             group: The data axis, replicas included.
+            scalars: Parameters that all ranks of ``group`` hold whole.
             is_pipelined: Whether all backwards of a step only accumulate, and gradients are reduced by the caller.
             reshard: Whether units are freed after their forward. With a pipeline, each forward then is of one stage,
                 all of whose units must be called.
         """
         self._group, self._is_pipelined = group, is_pipelined
+        self._scalars = [parameter for parameter in scalars if parameter.requires_grad]
         self._lengths: dict[int, int] = {}
         self._states = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
         numbers = [] if reshard else [*range(len(self._states))]
@@ -184,6 +187,7 @@ class Lockstep:
         original()
         if self._parts and self._parts[0].reduce_grads:
             self._settle()
+            _average(self._scalars, self._group)
 
     def _is_trained(self, i: int) -> bool:
         parts = self._states[i]._fsdp_param_groups
@@ -237,6 +241,26 @@ class Lockstep:
 def _gradient(param: Any) -> Any:
     accumulated = param.unsharded_accumulated_grad
     return param._unsharded_param.grad if accumulated is None else accumulated
+
+
+@torch.no_grad()
+def _average(scalars: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average the gradients of scalars; ``None`` where no rank has one. What was averaged before stays as it is.
+
+    Those that are frozen now take part: the list must be the same on all ranks.
+    """
+    if not scalars:
+        return
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in scalars]
+    dtype = torch.promote_types(torch.float32, functools.reduce(torch.promote_types, (g.dtype for g in gradients)))
+    has = torch.tensor([p.grad is not None for p in scalars], dtype=dtype, device=gradients[0].device)
+    shared = torch.cat([torch.stack([g.to(dtype) for g in gradients]), has])
+    dist.all_reduce(shared, group=group)
+    means, counts = shared.chunk(2)
+    lacking = [p.grad is None for p in scalars]
+    used = counts.tolist() if any(lacking) else [1.0] * len(scalars)  # to look at it would be to wait
+    for parameter, mean, count in zip(scalars, means / group.size(), used, strict=True):
+        parameter.grad = mean.to(parameter.dtype) if count else None
 
 
 def merged_orders(orders: Iterable[list[int]], num_units: int) -> list[int]:

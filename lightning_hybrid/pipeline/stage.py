@@ -218,8 +218,9 @@ class Cut:
         self._run: StageRun | None = None
         self.last_run: StageRun | None = None
         """The run that calls belonged to last."""
+        inside = {part for block in self._blocks.values() for part in block.modules()}
         for name, part in module.named_modules():
-            _refuse_uncuttable(name, part)
+            _refuse_uncuttable(name, part, is_around=part not in inside and not inside.isdisjoint(part.modules()))
         memory: dict[Any, Any] = {}
         intercepted = {**self._outside(), **self._blocks}
         for name, part in intercepted.items():
@@ -319,6 +320,8 @@ class Cut:
                     self._released[part, name] = self.parameter_names[id(parameter)], parameter.requires_grad
                     del part._parameters[name]
                     part.__dict__[name] = hollow(placeholder(parameter))
+            if isinstance(part, nn.RNNBase):  # holds its weights in a list too
+                part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]
         self._note_placeholders()
 
     def to(self, device: torch.device) -> None:
@@ -406,8 +409,9 @@ class Cut:
             raise PipelineError(f"This step calls {self._names[part]} without {run.facts.blocks[due]}. {_SAME_BLOCKS}")
 
 
-def _refuse_uncuttable(name: str, part: nn.Module) -> None:
-    if type(part).__name__ == "OptimizedModule" and hasattr(part, "_orig_mod"):
+def _refuse_uncuttable(name: str, part: nn.Module, *, is_around: bool) -> None:
+    in_place = is_around and part._compiled_call_impl is not None  # by part.compile()
+    if in_place or (type(part).__name__ == "OptimizedModule" and hasattr(part, "_orig_mod")):
         raise UnsupportedError(
             f"{name} is compiled by torch.compile, whose code a pipeline cannot be cut in. Leave it as it is and use"
             " Hybrid3DStrategy(compile=True), which compiles the blocks, or pipeline_parallel_size=1."

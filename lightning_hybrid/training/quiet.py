@@ -91,8 +91,17 @@ def _stand_in_optimizers(module: Any, strategy: Any) -> Iterator[None]:
 def _state_of(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Plain attributes and buffers of one module (torchmetrics keep their states in both)."""
     registries = {name for name in part.__dict__ if name in ("_parameters", "_buffers", "_modules") or "hooks" in name}
-    attributes = {name: _copy(value) for name, value in part.__dict__.items() if name not in registries}
+    attributes = {
+        name: _copy(value)
+        for name, value in part.__dict__.items()
+        if name not in registries and not _lists_weights(value)
+    }
     return attributes, {name: _copy(buffer) for name, buffer in part._buffers.items()}
+
+
+def _lists_weights(value: Any) -> bool:
+    """Whether a list follows the weights (an LSTM's): whoever gathers them within the block puts others there."""
+    return isinstance(value, list) and any(isinstance(entry, nn.Parameter) for entry in value)
 
 
 def _copy(value: Any) -> Any:

@@ -1,23 +1,27 @@
-"""torch's own norms and clipping, asked for the gradients of a part of a module: refused by name.
+"""torch's and Lightning's own norms and clipping, asked for the gradients of a part of a module: refused by name.
 
-``clip_grad_norm_(self.parameters(), 1.0)`` and ``get_total_norm`` look at one pipeline stage, or fail on a mix of split
-and whole parameters. An exchange in their place could leave ranks waiting, where only some call them.
+``clip_grad_norm_(self.parameters(), 1.0)``, ``get_total_norm`` and Lightning's ``grad_norm`` look at one pipeline
+stage, or fail on shards or a mix of split and whole parameters. An exchange in their place could leave ranks waiting,
+where only some call them.
 """
 
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import grads
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from lightning_hybrid.errors import UnsupportedError
 
-__all__ = ["refuse_norms_of"]
+__all__ = ["checked_grad_norm", "refuse_lightnings_norms", "refuse_norms_of"]
 
 _parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -26,6 +30,39 @@ def refuse_norms_of(module: nn.Module) -> None:
     """Have torch's functions refuse the gradients of ``module``, which is cut or split."""
     _have_torch_ask()
     _parts.add(module)
+
+
+@functools.cache
+def refuse_lightnings_norms() -> None:
+    """Once. Modules import the function by name before a strategy is made, so its code is what is replaced."""
+
+    def grad_norm(module, norm_type, group_separator="/"):  # type: ignore[no-untyped-def]
+        from lightning_hybrid.training.torch_clipping import checked_grad_norm
+
+        return checked_grad_norm(module, norm_type, group_separator)
+
+    _LIGHTNINGS.append(types.FunctionType(grads.grad_norm.__code__, grads.__dict__, "grad_norm"))
+    grads.grad_norm.__code__ = grad_norm.__code__
+
+
+_LIGHTNINGS: list[Any] = []
+"""Lightning's ``grad_norm``, as it was."""
+
+
+def checked_grad_norm(module: nn.Module, norm_type: float, group_separator: str) -> Any:
+    """Lightning's ``grad_norm``.
+
+    Raises:
+        UnsupportedError: if the module holds a part of the gradients.
+    """
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    held = {id(parameter) for part in _parts for parameter in part.parameters()}
+    if any(isinstance(g, DTensor) for g in gradients) or any(id(p) in held for p in module.parameters()):
+        raise UnsupportedError(
+            "Lightning's grad_norm sees this rank's part of the gradients only (a pipeline stage, shards). Log"
+            " lightning_hybrid.grad_norm(self), the norm of the whole model's gradient, on all ranks."
+        )
+    return _LIGHTNINGS[0](module, norm_type, group_separator)
 
 
 @functools.cache

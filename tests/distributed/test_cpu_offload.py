@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid import Hybrid3DStrategy, parallelize
 from lightning_hybrid.errors import ConfigurationError
-from tests.distributed.equality import ONE_PROCESS, QUIET, Trace, assert_equal, must_differ, trace
+from tests.distributed.equality import ONE_PROCESS, QUIET, Trace, assert_equal, full, must_differ, trace
 from tests.distributed.test_sharding_options import ROWS, LitUneven
 from tests.ranks import run_ranks
 
@@ -35,7 +35,7 @@ class Look(L.Callback):
         groups = [group for unit in units for group in unit._fsdp_param_groups]
         self.policies = [group.offload_policy for group in groups]
         held = {id(p.sharded_param) for group in groups for p in group.fsdp_params}
-        self.left_out = [name for name, p in pl_module.named_parameters() if id(p) not in held]
+        self.left_out = [name for name, p in pl_module.named_parameters() if id(p) not in held and p.ndim]
         self.memory = trainer.strategy.describe()["memory"]
 
 
@@ -111,7 +111,7 @@ def resume(rank: int, folder: Path) -> list[Any]:
             path = folder / "first.ckpt"
             trainer.fit(module, loader, ckpt_path=path if number else None)
             trainer.save_checkpoint(path)
-        weights.append({name: p.full_tensor().detach().clone() for name, p in module.named_parameters()})
+        weights.append(full({name: p.detach() for name, p in module.named_parameters()}))
     return weights
 
 

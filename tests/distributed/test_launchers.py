@@ -107,15 +107,29 @@ def test_two_nodes_of_slurm(whole_norm: float) -> None:
     assert sum(norms[0] + norms[1]) == pytest.approx(whole_norm, rel=1e-6)
 
 
+class Large(L.Callback):
+    """Of a state above the 64 KB of a pipe, as an average of the weights is."""
+
+    values = torch.zeros(100_000)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values + 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = state_dict["values"]
+
+
 def test_fork_hands_back_what_a_script_would_have(whole_norm: float, tmp_path: Path) -> None:
     L.seed_everything(0, verbose=False)
-    module, best = make_module_of_script(), ModelCheckpoint(monitor="train_loss", every_n_train_steps=1, save_last=True)
+    best, large = ModelCheckpoint(monitor="train_loss", every_n_train_steps=1, save_last=True), Large()
+    module = make_module_of_script()
     strategy = Hybrid3DStrategy(1, 1, 2, archive=None, start_method="fork")
     options = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path}
-    trainer = L.Trainer(devices=2, strategy=strategy, max_steps=5, callbacks=[best], **options)
+    trainer = L.Trainer(devices=2, strategy=strategy, max_steps=5, callbacks=[best, large], **options)
     trainer.fit(module, DataLoader(ROWS, batch_size=8, shuffle=False))
     assert float(sum(p.detach().double().norm() for p in module.parameters())) == pytest.approx(whole_norm, rel=1e-6)
     assert (trainer.global_step, trainer.current_epoch) == (5, 2)  # as in one process
+    assert torch.equal(large.values, torch.ones(100_000))
     assert best.best_model_score is not None
     assert best.best_model_score <= trainer.callback_metrics["train_loss"]
     assert Path(best.best_model_path).is_file()

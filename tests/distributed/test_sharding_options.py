@@ -30,10 +30,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self.scale = nn.Parameter(torch.ones(1))
+        self.scale, self.gain = nn.Parameter(torch.ones(1)), nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+        return x * self.gain + self.scale * self.down(F.gelu(self.up(self.norm(x))))
 
 
 class LitUneven(Lit):
@@ -43,13 +43,14 @@ class LitUneven(Lit):
         super().__init__(nn.Module())
         self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.spare, self.spare_scalar = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(1.0))
+        self.temperature = nn.Parameter(torch.tensor(2.0))
 
     def loss(self, batch: Tensor) -> Tensor:
         x = self.embedding(batch)
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+        return F.cross_entropy(self.head(x).flatten(0, 1) / self.temperature, batch.flatten())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3, weight_decay=0.1)

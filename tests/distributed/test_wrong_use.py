@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import grad_norm as lightning_grad_norm
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, default_collate
@@ -237,6 +238,8 @@ class Habits(Classifier):
         self.habit, model = habit, cast(Any, self.model)
         if habit == "compiled":
             self.model = torch.compile(self.model, backend="eager")  # type: ignore[assignment]
+        elif habit == "compiled in place":
+            self.model.compile(backend="eager")
         elif habit == "weight_norm":
             torch.nn.utils.weight_norm(next(part for part in model.modules() if isinstance(part, nn.Linear)))
 
@@ -247,6 +250,10 @@ class Habits(Classifier):
             return F.cross_entropy(self.model(batch["x"]), batch["y"], weight=batch["weights"])
         return super().training_step(batch, batch_idx)
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.habit == "norms":
+            self.log_dict(lightning_grad_norm(self, 2))
+
 
 class Own:
     def __init__(self, x: torch.Tensor) -> None:
@@ -255,6 +262,8 @@ class Own:
 
 HABITS = {
     "compiled": r"model is compiled by torch.compile.*compile=True",
+    "compiled in place": r"model is compiled by torch.compile.*compile=True",
+    "norms": r"Lightning's grad_norm sees this rank's part.*lightning_hybrid.grad_norm\(self\)",
     "weight_norm": r"torch.nn.utils.parametrizations.weight_norm",
     "skips": "skips the batch.*Return the loss times 0",
     "cut": r"'weights' are cut into micro-batches.*unbatched=\['weights'\]",

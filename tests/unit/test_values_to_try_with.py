@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
 import torch
 from torch import nn
 
 from lightning_hybrid.building.materialize import values_to_try_with
 from lightning_hybrid.pipeline.holes import placeholder
 from lightning_hybrid.tensor_parallel.random_inputs import float_dtype
+from lightning_hybrid.training.quiet import quiet_step
 
 
 def test_values_are_lent() -> None:
@@ -47,3 +52,11 @@ def test_integers_do_not_say_in_what_a_block_computes() -> None:
     ids = nn.Parameter(torch.arange(3), requires_grad=False)
     assert float_dtype(nn.ModuleList([nn.ParameterList([ids]), block])) == torch.bfloat16
     assert float_dtype(nn.ParameterList([ids])) == torch.get_default_dtype()
+
+
+def test_a_quiet_step_leaves_lists_of_weights_to_those_who_gather_them() -> None:
+    module: Any = L.LightningModule()
+    module.cell = nn.GRU(2, 2)
+    with quiet_step(module, SimpleNamespace(loggers=[]), set()):
+        module.cell.weight_ih_l0 = nn.Parameter(torch.zeros(6, 2))  # as fully_shard does
+    assert module.cell._flat_weights[0] is module.cell.weight_ih_l0
