@@ -102,6 +102,8 @@ class StateKeys:
             if attribute not in part._parameters:
                 added.append((part, attribute, part.__dict__.pop(attribute, None)))  # a stand-in for forwards
                 part._parameters[attribute] = twin
+            else:  # behind those before it: in one process's order, which optimizers number them by
+                part._parameters[attribute] = part._parameters.pop(attribute)
         try:
             with state_of_part():
                 yield
