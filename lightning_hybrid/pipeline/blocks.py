@@ -74,7 +74,7 @@ def _entries(container: nn.Module, whole: bool) -> list[str]:
     entries = [(name, part) for name, part in every if num_parameters(part)] or every
     found = []
     for name, part in entries:
-        only_holds = not whole and type(part).forward is nn.Module.forward
+        only_holds = not whole and getattr(type(part), "forward", None) is nn.Module.forward  # scripts have none
         inner = _entries(part, whole) if only_holds else []
         found += [f"{name}.{entry}" for entry in inner] or [name]
     return found

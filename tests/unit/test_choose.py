@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.archive import Entry
@@ -15,10 +15,20 @@ from lightning_hybrid.choosing.choose import can_run, without_effect
 from tests.unit.archive_entries import make_entry
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x))
+        return out
+
+
 class Lit(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(4, 8)
 
 
